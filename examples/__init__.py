@@ -1,0 +1,1 @@
+"""Agent programs to run against a server that `make serve` started."""

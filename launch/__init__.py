@@ -1,0 +1,1 @@
+"""Ways to start a server."""

@@ -1,0 +1,129 @@
+"""The attention backend of M3's sparse layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import m3_kernels
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from torch import Tensor
+
+from sglang_m3 import settings
+from sglang_m3.attention import metrics
+from sglang_m3.attention.counters import SelectionCounters
+from sglang_m3.attention.parameters import SelectionParameters
+from sglang_m3.attention.pool import M3KVPool
+from sglang_m3.attention.recorder import BlockRecorder
+from sglang_m3.attention.step import Step, make_step
+
+
+class M3SparseBackend(AttentionBackend):
+    """Stores tokens, chooses blocks and attends to them, the same way in every phase.
+
+    Serves SGLang's contract for sparse M3 layers: `forward` gets index queries and keys besides q, k and v and
+    returns `(None, output [T, Hq * D])`; the None stands for index values, which released models do not have.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        assert isinstance(runner.token_to_kv_pool, M3KVPool), type(runner.token_to_kv_pool)
+        self.token_to_kv_pool: M3KVPool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.parameters = SelectionParameters.from_hf_config(runner.model_config.hf_config)
+        self.sparse_layer_ids = list(self.parameters.sparse_layers)
+        self.counters = SelectionCounters(runner.device)
+        metrics.publish_from(self.counters)
+        record = settings.read().record_blocks
+        self._recorder = BlockRecorder(record, max(self.sparse_layer_ids)) if record is not None else None
+        self._step: Step | None = None
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        if forward_batch.forward_mode.is_idle():
+            self._step = None
+            return
+        self._step = make_step(forward_batch, self.req_to_token_pool.req_to_token)
+        self.counters.count(self._step.plan)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        idx_q: Tensor,
+        idx_k: Tensor,
+        idx_v: Tensor | None = None,
+    ) -> tuple[None, Tensor]:
+        """Attention of one sparse layer.
+
+        Args:
+            q: `[T, Hq, D]`, after normalisation and rotation, like k and the index tensors.
+            k, v: `[T, Hkv, D]`.
+            idx_q: `[T, H, D]`; idx_k: `[T, 1, D]`.
+            idx_v: must be None.
+
+        Returns:
+            None and `[T, Hq * D]`. Tokens past the step's rows (padding) give zeros.
+        """
+        assert idx_v is None, "index values are refused at start-up"
+        out = torch.zeros_like(q)
+        step = self._step
+        if step is None:
+            return None, out.flatten(1)
+        if save_kv_cache:
+            self.token_to_kv_pool.set_fused_kv_index_buffer(
+                layer,
+                forward_batch.out_cache_loc,
+                k,
+                v,
+                idx_k,
+                None,
+                layer.k_scale_float,
+                layer.v_scale_float,
+                layer.idx_k_scale_float,
+            )
+        pages = self.token_to_kv_pool.pages(layer.layer_id)
+        row_count = len(step.rows)
+        chosen = torch.empty(
+            (idx_q.shape[1], row_count, self.parameters.topk), dtype=torch.int32, device=q.device
+        )
+        m3_kernels.choose_blocks(
+            idx_q[:row_count],
+            pages.index_k,
+            step.page_table,
+            step.rows,
+            step.plan,
+            topk=self.parameters.topk,
+            init_blocks=self.parameters.init_blocks,
+            local_blocks=self.parameters.local_blocks,
+            workspace=None,
+            out=chosen,
+        )
+        if self._recorder is not None:
+            self._recorder.record(forward_batch, step, layer.layer_id, chosen)
+        m3_kernels.attend_blocks(
+            q[:row_count],
+            pages.k,
+            pages.v,
+            step.page_table,
+            step.rows,
+            chosen,
+            scale=layer.scaling,
+            workspace=None,
+            out=out[:row_count],
+        )
+        return None, out.flatten(1)
+
+    def forward_extend(self, *args: Any, **kwargs: Any) -> tuple[None, Tensor]:
+        return self.forward(*args, **kwargs)
+
+    def forward_decode(self, *args: Any, **kwargs: Any) -> tuple[None, Tensor]:
+        return self.forward(*args, **kwargs)

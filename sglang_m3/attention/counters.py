@@ -1,0 +1,42 @@
+"""How much index work was done, and how much sharing saved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from m3_kernels.prefix_plan import PrefixPlan
+
+
+@dataclass(frozen=True)
+class SelectionTotals:
+    """Since the server started, one sparse layer's worth (every sparse layer does the same work).
+
+    Attributes:
+        pages_scored: index pages loaded and scored.
+        pages_saved: index pages that would have been loaded besides, had every request loaded its own.
+        rows: query tokens that chose blocks.
+    """
+
+    pages_scored: int
+    pages_saved: int
+    rows: int
+
+
+class SelectionCounters:
+    """Accumulates a plan's counters on the device; reading them is the only host synchronisation."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self._totals = torch.zeros(3, dtype=torch.int64, device=device)
+        self.stale = False
+        """Whether a step was counted since the last `read`."""
+
+    def count(self, plan: PrefixPlan) -> None:
+        """Add one step. Capturable in a CUDA graph."""
+        self._totals += plan.counters
+        self.stale = True
+
+    def read(self) -> SelectionTotals:
+        """Copy the totals to the host."""
+        self.stale = False
+        return SelectionTotals(*self._totals.tolist())

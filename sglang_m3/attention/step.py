@@ -1,0 +1,56 @@
+"""One forward step, in the operators' terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import m3_kernels
+import torch
+from m3_kernels.prefix_plan import PrefixPlan
+from m3_kernels.rows import BLOCK_TOKENS, Rows
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all layers of a step have in common.
+
+    Attributes:
+        page_table: `[R, B]` int32.
+        rows: the step's query tokens.
+        plan: what the requests share.
+    """
+
+    page_table: Tensor
+    rows: Rows
+    plan: PrefixPlan
+
+
+def rows_of(forward_batch: ForwardBatch) -> Rows:
+    """The query tokens: one per request in decode, a chunk per request in extend."""
+    position = forward_batch.positions.int()
+    request = torch.arange(forward_batch.batch_size, dtype=torch.int32, device=position.device)
+    if forward_batch.forward_mode.is_decode():
+        return Rows(request, position)
+    lengths = forward_batch.extend_seq_lens
+    request = request.repeat_interleave(lengths, output_size=sum(forward_batch.extend_seq_lens_cpu))
+    return Rows(request, position[: request.shape[0]])
+
+
+def page_table_of(forward_batch: ForwardBatch, req_to_token: Tensor) -> Tensor:
+    """Each request's pages, from the slots that SGLang's radix cache gave it.
+
+    A running request's slots of a cached prefix are the tree's own, so equal pages are shared pages
+    (`UnifiedRadixCache.checkpoint_into_tree`). Slots are re-pointed between steps: never keep the result.
+    """
+    longest = int(forward_batch.seq_lens_cpu.max())
+    first_slots = req_to_token[:, :longest:BLOCK_TOKENS][forward_batch.req_pool_indices]
+    return (first_slots // BLOCK_TOKENS).int()
+
+
+def make_step(forward_batch: ForwardBatch, req_to_token: Tensor) -> Step:
+    """Build the step; reads `seq_lens_cpu` and `extend_seq_lens_cpu`, no device value."""
+    rows = rows_of(forward_batch)
+    page_table = page_table_of(forward_batch, req_to_token)
+    return Step(page_table, rows, m3_kernels.plan_prefix(page_table, rows))

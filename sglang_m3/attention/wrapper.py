@@ -1,0 +1,28 @@
+"""Put the plugin's backend where SGLang would build its own for M3's sparse layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.configs.model_config import is_minimax_sparse, uses_minimax_m3_nvfp4_native_stack
+from sglang.srt.layers.attention.minimax_sparse_backend import MiniMaxHybridAttnBackend
+
+from sglang_m3 import hooks
+from sglang_m3.attention.backend import M3SparseBackend
+
+
+def wrap_attention_backend(original: Callable[..., Any], runner: Any, full_attn_backend: Any) -> Any:
+    """Around `attn_backend_wrapper`: sparse layers get the plugin's backend, dense ones keep the chosen one.
+
+    Raises:
+        RuntimeError: SGLang failed to apply one of the plugin's hooks, which it only logs.
+    """
+    config = runner.model_config
+    if not is_minimax_sparse(config.hf_config) or uses_minimax_m3_nvfp4_native_stack(config.quantization):
+        return original(runner, full_attn_backend)
+    unapplied = hooks.unapplied()
+    if unapplied:
+        raise RuntimeError(f"SGLang did not apply sglang-m3's hooks on {', '.join(unapplied)}; see the log above")
+    sparse = M3SparseBackend(runner)
+    return MiniMaxHybridAttnBackend(full_attn_backend, sparse, sparse.sparse_layer_ids)

@@ -1,0 +1,1 @@
+"""SGLang's platform for machines without an accelerator."""

@@ -1,0 +1,49 @@
+"""The one table of `SGLANG_M3_*` environment variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PREFIX = "SGLANG_M3_"
+
+UPSTREAM_NAMES = frozenset({"SGLANG_M3_ALLOW_CUSTOM_AR"})
+"""Variables with the same prefix that belong to SGLang itself (`sglang.srt.environ`)."""
+
+
+class SettingError(ValueError):
+    """A `SGLANG_M3_*` variable that does not exist, or a value that it does not take."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The plugin's settings.
+
+    Attributes:
+        record_blocks: `SGLANG_M3_RECORD_BLOCKS`, a directory. Every step writes the block ids that each sparse
+            layer chose for each query token there (`sglang_m3.attention.recorder`). For tests and for
+            looking at selections; it copies to the host in every layer, so it is slow and needs
+            `--disable-cuda-graph`. Unset: nothing is recorded.
+    """
+
+    record_blocks: Path | None = None
+
+
+def read(environ: Mapping[str, str] = os.environ) -> Settings:
+    """Read the settings.
+
+    Raises:
+        SettingError: an unknown variable of the prefix, or a value that does not fit; it names the variable.
+    """
+    known = {f"{PREFIX}RECORD_BLOCKS"}
+    unknown = {name for name in environ if name.startswith(PREFIX)} - known - UPSTREAM_NAMES
+    if unknown:
+        raise SettingError(
+            f"unknown setting {', '.join(sorted(unknown))}; sglang-m3 knows {', '.join(sorted(known))}"
+        )
+    record = environ.get(f"{PREFIX}RECORD_BLOCKS")
+    if record is not None and not Path(record).is_dir():
+        raise SettingError(f"{PREFIX}RECORD_BLOCKS={record}: no such directory; create it first")
+    return Settings(record_blocks=None if record is None else Path(record))
