@@ -29,6 +29,9 @@ class Symbol:
     parameters: tuple[str, ...] = ()
 
 
+_REASONING = "sglang.srt.parser.reasoning_parser"
+_CALLS = "sglang.srt.function_call"
+
 SYMBOLS = (
     Symbol(
         "sglang.srt.arg_groups.model_override_base.register_model_override",
@@ -36,7 +39,9 @@ SYMBOLS = (
         ("architecture",),
     ),
     Symbol("sglang.srt.arg_groups.model_override_base.resolving_view", "reading resolved server arguments"),
-    Symbol("sglang.srt.plugins.hook_registry.HookRegistry.register", "hooks", ("target", "hook", "hook_type")),
+    Symbol(
+        "sglang.srt.plugins.hook_registry.HookRegistry.register", "hooks", ("target", "hook", "hook_type")
+    ),
     Symbol("sglang.srt.plugins.hook_registry.HookRegistry._patched", "checking that hooks were applied"),
     Symbol("sglang.srt.plugins.hook_registry.HookType.AROUND", "hooks"),
     Symbol("sglang.srt.plugins.hook_registry.HookType.REPLACE", "hooks"),
@@ -62,7 +67,9 @@ SYMBOLS = (
         ("dense_backend", "sparse_backend", "sparse_layer_ids"),
     ),
     Symbol("sglang.srt.configs.model_config.is_minimax_sparse", "recognising M3"),
-    Symbol("sglang.srt.configs.model_config.get_minimax_sparse_attention_config", "block selection parameters"),
+    Symbol(
+        "sglang.srt.configs.model_config.get_minimax_sparse_attention_config", "block selection parameters"
+    ),
     Symbol("sglang.srt.configs.model_config.get_minimax_sparse_layer_ids", "which layers are sparse"),
     Symbol(
         "sglang.srt.configs.model_config.get_minimax_sparse_disable_value_layer_ids", "refusing index values"
@@ -76,12 +83,32 @@ SYMBOLS = (
     Symbol(
         "sglang.srt.mem_cache.memory_pool.MiniMaxSparseKVPool.set_fused_kv_index_buffer",
         "storing tokens",
-        ("layer", "loc", "cache_k", "cache_v", "cache_idx_k", "cache_idx_v", "k_scale", "v_scale", "idx_k_scale"),
+        (
+            "layer",
+            "loc",
+            "cache_k",
+            "cache_v",
+            "cache_idx_k",
+            "cache_idx_v",
+            "k_scale",
+            "v_scale",
+            "idx_k_scale",
+        ),
     ),
-    Symbol("sglang.srt.mem_cache.memory_pool.MiniMaxSparseKVPool.get_kv_buffer", "reading pages", ("layer_id",)),
     Symbol(
-        "sglang.srt.mem_cache.memory_pool.MiniMaxSparseKVPool.get_index_k_buffer", "reading pages", ("layer_id",)
+        "sglang.srt.mem_cache.memory_pool.MiniMaxSparseKVPool.get_kv_buffer", "reading pages", ("layer_id",)
     ),
+    Symbol(
+        "sglang.srt.mem_cache.memory_pool.MiniMaxSparseKVPool.get_index_k_buffer",
+        "reading pages",
+        ("layer_id",),
+    ),
+    Symbol(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
+        "keeping the operators' workspace inside the memory budget",
+        ("pre_model_load_memory",),
+    ),
+    Symbol("sglang.srt.runtime_context.get_parallel", "heads per rank"),
     Symbol(
         "sglang.srt.mem_cache.kv_cache_configurator.reject_out_of_tree_path",
         "building M3's pool on the CPU platform",
@@ -105,6 +132,32 @@ SYMBOLS = (
         "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter._maybe_log_idle_metrics",
         "selection counters in the metrics",
     ),
+    Symbol(f"{_REASONING}.ReasoningParser.DetectorMap", "the reasoning parser minimax-m3"),
+    Symbol(
+        f"{_REASONING}.BaseReasoningFormatDetector.__init__",
+        "the reasoning parser minimax-m3",
+        ("stream_reasoning", "force_reasoning", "continue_final_message", "previous_content"),
+    ),
+    Symbol(
+        f"{_REASONING}.BaseReasoningFormatDetector._maybe_apply_force_nonempty_content",
+        "the reasoning parser minimax-m3",
+    ),
+    Symbol(f"{_REASONING}.StreamingParseResult", "the reasoning parser minimax-m3"),
+    Symbol(
+        "sglang.srt.function_call.function_call_parser.FunctionCallParser.ToolCallParserEnum",
+        "the tool call parser minimax-m3",
+    ),
+    Symbol(f"{_CALLS}.base_format_detector.BaseFormatDetector.finish", "the tool call parser minimax-m3"),
+    Symbol(
+        f"{_CALLS}.base_format_detector.BaseFormatDetector.get_structural_tag",
+        "enforcing tool calls while generating",
+    ),
+    Symbol(f"{_CALLS}.core_types.StreamingParseResult", "the tool call parser minimax-m3"),
+    Symbol(f"{_CALLS}.core_types.ToolCallItem", "the tool call parser minimax-m3"),
+    Symbol(f"{_CALLS}.core_types._GetInfoFunc", "the tool call parser minimax-m3"),
+    Symbol("sglang.srt.entrypoints.openai.protocol.Tool", "the tool call parser minimax-m3"),
+    Symbol("sglang.srt.entrypoints.openai.protocol.ToolChoice", "enforcing tool calls while generating"),
+    Symbol("sglang.srt.environ.envs.SGLANG_FORWARD_UNKNOWN_TOOLS", "calls of undeclared functions"),
     Symbol("sglang.srt.platforms.interface.SRTPlatform", "the CPU platform"),
     Symbol("sglang.srt.platforms.interface.PlatformCapabilities", "the CPU platform"),
     Symbol("sglang.srt.platforms.cpu.CpuDeviceMixin", "the CPU platform"),

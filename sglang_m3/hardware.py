@@ -13,10 +13,7 @@ Target = Literal["sm90", "cpu"]
 
 @functools.cache
 def target() -> Target | None:
-    """`"sm90"` on Hopper GPUs, `"cpu"` where no accelerator exists, else None: the plugin leaves SGLang alone.
-
-    Does not create a CUDA context beyond what SGLang's own platform query does.
-    """
+    """`"sm90"` on Hopper GPUs, `"cpu"` without any accelerator, else None: SGLang is then left alone."""
     if torch.cuda.is_available():
         if torch.version.hip is not None or getattr(torch.version, "musa", None) is not None:
             return None

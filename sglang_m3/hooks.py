@@ -5,7 +5,7 @@ from __future__ import annotations
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_m3 import hardware
-from sglang_m3.attention import metrics, pool, wrapper
+from sglang_m3.attention import metrics, pool, workspace, wrapper
 from sglang_m3.platforms import cpu_experts, cpu_pool
 
 _REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
@@ -23,6 +23,14 @@ EVERYWHERE = (
 )
 """(target, hook, type). Each acts for M3 models only."""
 
+ON_HOPPER = (
+    (
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
+        workspace.around_profile_available_bytes,
+        HookType.AROUND,
+    ),
+)
+
 WITHOUT_GPU = (
     (
         "sglang.srt.mem_cache.kv_cache_configurator.reject_out_of_tree_path",
@@ -38,7 +46,7 @@ WITHOUT_GPU = (
 
 
 def _active() -> tuple[tuple[str, object, HookType], ...]:
-    return EVERYWHERE + (WITHOUT_GPU if hardware.target() == "cpu" else ())
+    return EVERYWHERE + (WITHOUT_GPU if hardware.target() == "cpu" else ON_HOPPER)
 
 
 def register() -> None:

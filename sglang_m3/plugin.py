@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Check SGLang, then register the start-up checks and, on hardware that the plugin serves, every hook.
+    """Check SGLang, then register the start-up checks and, on hardware that the plugin serves, all else.
 
     Raises:
         compat.MovedSymbolError: SGLang moved a symbol.
@@ -26,5 +26,7 @@ def register() -> None:
         return
 
     from sglang_m3 import hooks
+    from sglang_m3.parsing import register as parsers
 
     hooks.register()
+    parsers.register()

@@ -22,8 +22,8 @@ class Settings:
     """The plugin's settings.
 
     Attributes:
-        record_blocks: `SGLANG_M3_RECORD_BLOCKS`, a directory. Every step writes the block ids that each sparse
-            layer chose for each query token there (`sglang_m3.attention.recorder`). For tests and for
+        record_blocks: `SGLANG_M3_RECORD_BLOCKS`, a directory. Every step writes the block ids that each
+            sparse layer chose for each query token there (`sglang_m3.attention.recorder`). For tests and for
             looking at selections; it copies to the host in every layer, so it is slow and needs
             `--disable-cuda-graph`. Unset: nothing is recorded.
     """

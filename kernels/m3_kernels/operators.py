@@ -1,17 +1,34 @@
-"""The public operators: the reference, wherever no kernel exists for the device."""
+"""The public operators: the kernel for sm90 where the tensors are on a GPU, the reference elsewhere."""
 
-from m3_kernels.reference.attend_blocks import attend_blocks
-from m3_kernels.reference.choose_blocks import choose_blocks
-from m3_kernels.reference.plan_prefix import plan_prefix
-from m3_kernels.reference.score_blocks import score_blocks
-from m3_kernels.reference.select_blocks import select_blocks
-from m3_kernels.reference.store_tokens import store_tokens
+from __future__ import annotations
 
-__all__ = [
-    "attend_blocks",
-    "choose_blocks",
-    "plan_prefix",
-    "score_blocks",
-    "select_blocks",
-    "store_tokens",
-]
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+
+def _by_device(name: str) -> Callable[..., Any]:
+    """The operator `name`, picking its implementation by the device of its first argument.
+
+    Triton is imported with the first call on a GPU.
+    """
+    reference = getattr(importlib.import_module(f"m3_kernels.reference.{name}"), name)
+
+    @functools.cache
+    def kernel() -> Callable[..., Any]:
+        return getattr(importlib.import_module(f"m3_kernels.triton.sm90_{name}"), name)
+
+    @functools.wraps(reference)
+    def operator(first: Any, *args: Any, **kwargs: Any) -> Any:
+        return (kernel() if first.is_cuda else reference)(first, *args, **kwargs)
+
+    return operator
+
+
+plan_prefix = _by_device("plan_prefix")
+score_blocks = _by_device("score_blocks")
+select_blocks = _by_device("select_blocks")
+choose_blocks = _by_device("choose_blocks")
+attend_blocks = _by_device("attend_blocks")
+store_tokens = _by_device("store_tokens")

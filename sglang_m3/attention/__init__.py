@@ -1,1 +1,1 @@
-"""Attention for M3 in SGLang: the pool of pages, what a step shares, and the backend that calls the operators."""
+"""Attention for M3 in SGLang: the pool of pages, what a step shares, the backend that calls the operators."""

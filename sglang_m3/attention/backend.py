@@ -6,6 +6,7 @@ from typing import Any
 
 import m3_kernels
 import torch
+from m3_kernels.rows import BLOCK_TOKENS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -18,13 +19,14 @@ from sglang_m3.attention.parameters import SelectionParameters
 from sglang_m3.attention.pool import M3KVPool
 from sglang_m3.attention.recorder import BlockRecorder
 from sglang_m3.attention.step import Step, make_step
+from sglang_m3.attention.workspace import StepShape, Workspaces
 
 
 class M3SparseBackend(AttentionBackend):
     """Stores tokens, chooses blocks and attends to them, the same way in every phase.
 
-    Serves SGLang's contract for sparse M3 layers: `forward` gets index queries and keys besides q, k and v and
-    returns `(None, output [T, Hq * D])`; the None stands for index values, which released models do not have.
+    Serves SGLang's contract for sparse M3 layers: `forward` gets index queries and keys besides q, k and v
+    and returns `(None, output [T, Hq * D])`; the None stands for index values, which no released model has.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -37,13 +39,38 @@ class M3SparseBackend(AttentionBackend):
         metrics.publish_from(self.counters)
         record = settings.read().record_blocks
         self._recorder = BlockRecorder(record, max(self.sparse_layer_ids)) if record is not None else None
+        shape = StepShape.of(
+            runner.model_config,
+            runner.server_args,
+            requests=self.req_to_token_pool.size,
+            pages=self.token_to_kv_pool.size // BLOCK_TOKENS + 1,
+        )
+        self._workspaces = Workspaces.allocate(shape, runner.device)
+        self._context_tokens = int(runner.model_config.context_len)
+        self._longest: int | None = None
         self._step: Step | None = None
+        self._chosen: Tensor | None = None
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        if forward_batch.forward_mode.is_idle():
-            self._step = None
-            return
-        self._step = make_step(forward_batch, self.req_to_token_pool.req_to_token)
+        self.counters.stale = True
+        self._step = None
+        # A captured step must do for every later length.
+        self._longest = self._context_tokens if in_capture else None
+        if forward_batch.forward_mode.is_extend():
+            self._make_step(forward_batch)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        if forward_batch.forward_mode.is_decode():
+            self._make_step(forward_batch)
+
+    def _make_step(self, forward_batch: ForwardBatch) -> None:
+        self._step = make_step(
+            forward_batch,
+            self.req_to_token_pool.req_to_token,
+            longest=self._longest,
+            workspace=self._workspaces.plan,
+        )
+        self._chosen = None
         self.counters.count(self._step.plan)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
@@ -74,10 +101,9 @@ class M3SparseBackend(AttentionBackend):
             None and `[T, Hq * D]`. Tokens past the step's rows (padding) give zeros.
         """
         assert idx_v is None, "index values are refused at start-up"
-        out = torch.zeros_like(q)
         step = self._step
         if step is None:
-            return None, out.flatten(1)
+            return None, torch.zeros_like(q).flatten(1)
         if save_kv_cache:
             self.token_to_kv_pool.set_fused_kv_index_buffer(
                 layer,
@@ -92,10 +118,12 @@ class M3SparseBackend(AttentionBackend):
             )
         pages = self.token_to_kv_pool.pages(layer.layer_id)
         row_count = len(step.rows)
-        chosen = torch.empty(
-            (idx_q.shape[1], row_count, self.parameters.topk), dtype=torch.int32, device=q.device
-        )
-        m3_kernels.choose_blocks(
+        out = torch.empty_like(q) if row_count == q.shape[0] else torch.zeros_like(q)
+        if self._chosen is None:
+            # All layers of a step use the same memory.
+            shape = (idx_q.shape[1], row_count, self.parameters.topk)
+            self._chosen = torch.empty(shape, dtype=torch.int32, device=q.device)
+        chosen = m3_kernels.choose_blocks(
             idx_q[:row_count],
             pages.index_k,
             step.page_table,
@@ -104,8 +132,8 @@ class M3SparseBackend(AttentionBackend):
             topk=self.parameters.topk,
             init_blocks=self.parameters.init_blocks,
             local_blocks=self.parameters.local_blocks,
-            workspace=None,
-            out=chosen,
+            workspace=self._workspaces.choose,
+            out=self._chosen,
         )
         if self._recorder is not None:
             self._recorder.record(forward_batch, step, layer.layer_id, chosen)
@@ -117,7 +145,7 @@ class M3SparseBackend(AttentionBackend):
             step.rows,
             chosen,
             scale=layer.scaling,
-            workspace=None,
+            workspace=self._workspaces.attend,
             out=out[:row_count],
         )
         return None, out.flatten(1)

@@ -29,12 +29,11 @@ class SelectionCounters:
     def __init__(self, device: torch.device | str) -> None:
         self._totals = torch.zeros(3, dtype=torch.int64, device=device)
         self.stale = False
-        """Whether a step was counted since the last `read`."""
+        """Whether a step ran since the last `read`; set by the backend, since a graph counts by itself."""
 
     def count(self, plan: PrefixPlan) -> None:
         """Add one step. Capturable in a CUDA graph."""
         self._totals += plan.counters
-        self.stale = True
 
     def read(self) -> SelectionTotals:
         """Copy the totals to the host."""

@@ -13,7 +13,10 @@ _REPORTER_LOGGER = "sglang.srt.managers.scheduler_components.metrics_reporter"
 
 METRICS = {
     "pages_scored": ("sglang:m3_index_pages_scored", "Index pages scored, per sparse layer."),
-    "pages_saved": ("sglang:m3_index_pages_saved", "Index page loads that sharing a prefix saved, per sparse layer."),
+    "pages_saved": (
+        "sglang:m3_index_pages_saved",
+        "Index page loads that sharing a prefix saved, per sparse layer.",
+    ),
     "rows": ("sglang:m3_rows", "Query tokens that chose blocks, per sparse layer."),
 }
 """Field of `SelectionTotals` -> (Prometheus counter, without `_total`; help text)."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LayerPages:
-    """One sparse layer's pages: `k` and `v` `[P, 128, Hkv, D]`, `index_k` `[P, 128, 1, D]`, views of the pool."""
+    """A sparse layer's pages, views of the pool: `k`, `v` `[P, 128, Hkv, D]`, `index_k` `[P, 128, 1, D]`."""
 
     k: Tensor
     v: Tensor
@@ -34,10 +34,12 @@ class M3KVPool(MiniMaxSparseKVPool):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        assert self.page_size == BLOCK_TOKENS, f"page size {self.page_size}, blocks have {BLOCK_TOKENS} tokens"
+        assert self.page_size == BLOCK_TOKENS, (
+            f"page size {self.page_size}, blocks have {BLOCK_TOKENS} tokens"
+        )
 
     def pages(self, layer_id: int) -> LayerPages:
-        """The pages of a sparse layer; waits for the layer's transfer where SGLang loads pages from the host."""
+        """The pages of a sparse layer; waits for its transfer where SGLang loads pages from the host."""
         k, v = self.get_kv_buffer(layer_id)
         return LayerPages(as_pages(k), as_pages(v), as_pages(self.get_index_k_buffer(layer_id)))
 

@@ -38,19 +38,29 @@ def rows_of(forward_batch: ForwardBatch) -> Rows:
     return Rows(request, position[: request.shape[0]])
 
 
-def page_table_of(forward_batch: ForwardBatch, req_to_token: Tensor) -> Tensor:
-    """Each request's pages, from the slots that SGLang's radix cache gave it.
+def page_table_of(forward_batch: ForwardBatch, req_to_token: Tensor, longest: int) -> Tensor:
+    """Each request's pages up to `longest` tokens, from the slots that SGLang's radix cache gave it.
 
     A running request's slots of a cached prefix are the tree's own, so equal pages are shared pages
     (`UnifiedRadixCache.checkpoint_into_tree`). Slots are re-pointed between steps: never keep the result.
     """
-    longest = int(forward_batch.seq_lens_cpu.max())
     first_slots = req_to_token[:, :longest:BLOCK_TOKENS][forward_batch.req_pool_indices]
     return (first_slots // BLOCK_TOKENS).int()
 
 
-def make_step(forward_batch: ForwardBatch, req_to_token: Tensor) -> Step:
-    """Build the step; reads `seq_lens_cpu` and `extend_seq_lens_cpu`, no device value."""
+def make_step(
+    forward_batch: ForwardBatch, req_to_token: Tensor, *, longest: int | None = None, workspace: Tensor
+) -> Step:
+    """Build the step without reading a device value.
+
+    Args:
+        forward_batch: SGLang's.
+        req_to_token: `[slots of requests, context]` int32, SGLang's.
+        longest: tokens of the longest context; None: as `seq_lens_cpu` says. Required in a CUDA graph.
+        workspace: of `plan_prefix`; the plan lies in it.
+    """
+    if longest is None:
+        longest = int(forward_batch.seq_lens_cpu.max())
     rows = rows_of(forward_batch)
-    page_table = page_table_of(forward_batch, req_to_token)
-    return Step(page_table, rows, m3_kernels.plan_prefix(page_table, rows))
+    page_table = page_table_of(forward_batch, req_to_token, longest)
+    return Step(page_table, rows, m3_kernels.plan_prefix(page_table, rows, workspace=workspace))

@@ -23,6 +23,8 @@ def wrap_attention_backend(original: Callable[..., Any], runner: Any, full_attn_
         return original(runner, full_attn_backend)
     unapplied = hooks.unapplied()
     if unapplied:
-        raise RuntimeError(f"SGLang did not apply sglang-m3's hooks on {', '.join(unapplied)}; see the log above")
+        raise RuntimeError(
+            f"SGLang did not apply sglang-m3's hooks on {', '.join(unapplied)}; see the log above"
+        )
     sparse = M3SparseBackend(runner)
     return MiniMaxHybridAttnBackend(full_attn_backend, sparse, sparse.sparse_layer_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
@@ -32,3 +33,10 @@ class M3CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False
+
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        # SGLang's tower for M3 takes bfloat16 pixels only, whatever the language model's dtype
+        # (`minimax_vl_common.MiniMaxVLVisionTransformer.forward`).
+        if type(model).__name__ == "MiniMaxM3SparseForConditionalGeneration":
+            model.vision_tower.to(torch.bfloat16)
+            model.vision_tower.dtype = torch.bfloat16

@@ -15,7 +15,7 @@ M3_POOL_SUBSYSTEM = "the MiniMax sparse-index KV pool"
 def around_reject_out_of_tree_path(
     original: Callable[..., None], platform: SRTPlatform, *, subsystem: str
 ) -> None:
-    """Around `reject_out_of_tree_path`: the plugin's pool needs no CUDA; every other subsystem is as before."""
+    """Around `reject_out_of_tree_path`: M3's pool needs no CUDA; every other subsystem is as before."""
     if isinstance(platform, M3CpuPlatform) and subsystem == M3_POOL_SUBSYSTEM:
         return
     original(platform, subsystem=subsystem)

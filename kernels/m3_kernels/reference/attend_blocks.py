@@ -78,7 +78,7 @@ def _chosen_mask(position: Tensor, chosen: Tensor | None, blocks: int) -> Tensor
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, position: Tensor, block: Tensor, mask: Tensor, scale: float
 ) -> Tensor:
-    """`[t, Hq, D]` from q `[t, Hq, D]`, pages k and v `[u, 128, Hkv, D]` of blocks `[u]`, mask `[Hkv, t, u]`."""
+    """Attention of q `[t, Hq, D]` to pages k, v `[u, 128, Hkv, D]` of blocks `[u]`; mask `[Hkv, t, u]`."""
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     kv_heads = k.shape[2]
     token = (block[:, None] * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, device=q.device)).flatten()

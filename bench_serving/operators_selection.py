@@ -1,0 +1,242 @@
+"""Time block selection on this GPU, SGLang's own operators beside ours where SGLang can be imported.
+
+    python -m bench_serving.operators_selection [--only SUBSTRING]
+
+Every timing is the median of graph replays that cycle through the caches of several layers, 200 MB or more: a
+model's sparse layers each have their own cache and never find their keys in the L2 cache from the last step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from m3_kernels.rows import BLOCK_TOKENS, Rows
+from m3_kernels.triton.sm90_choose_blocks import choose_blocks, choose_blocks_workspace_bytes
+from m3_kernels.triton.sm90_plan_prefix import plan_prefix, plan_prefix_workspace_bytes
+from torch import Tensor
+
+DEVICE = torch.device("cuda")
+HEAD_DIM, TOPK, SPARSE_LAYERS = 128, 16, 57
+CYCLED_BYTES, MOST_LAYERS, FEWEST_LAYERS = 200 << 20, 16, 6
+BYTES_PER_US, OPERATIONS_PER_US = 4.3e6, 790e6
+"""Ceilings measured on an H200: device copy, and a large bf16 matrix product."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step: `new` query tokens in each of `batch` requests of `context` tokens.
+
+    The last `private` tokens are a request's own, `group_private` tokens before those are shared by groups of
+    eight requests, everything before by all. The page table is at least `table_blocks` wide.
+    """
+
+    name: str
+    heads: int
+    batch: int
+    new: int
+    context: int
+    private: int
+    group_private: int = 0
+    table_blocks: int = 0
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.context // BLOCK_TOKENS)
+
+    @property
+    def table_width(self) -> int:
+        return max(self.blocks, self.table_blocks)
+
+    def page_table(self) -> tuple[Tensor, int]:
+        """`[R, B]` int32 page ids in random physical order, and how many pages there are."""
+        own, grouped = -(-self.private // BLOCK_TOKENS), self.group_private // BLOCK_TOKENS
+        common = self.blocks - own - grouped
+        request = torch.arange(self.batch)[:, None]
+        groups = -(-self.batch // 8)
+        parts = [
+            torch.arange(common).expand(self.batch, -1),
+            common + request // 8 * grouped + torch.arange(grouped),
+            common + groups * grouped + request * own + torch.arange(own),
+        ]
+        pages = common + groups * grouped + self.batch * own
+        table = torch.zeros(self.batch, self.table_width, dtype=torch.int32, device=DEVICE)
+        table[:, : self.blocks] = torch.randperm(pages)[torch.cat(parts, 1)].to(DEVICE)
+        return table, pages
+
+    def rows(self) -> Rows:
+        """The last `new` tokens of every request."""
+        request = torch.arange(self.batch, device=DEVICE).repeat_interleave(self.new)
+        position = torch.arange(self.context - self.new, self.context, device=DEVICE).repeat(self.batch)
+        return Rows(request.int(), position.int())
+
+    def floor_us(self, pages: int) -> float:
+        """Each page read once, or each visible product done once, whichever takes longer."""
+        visible = self.batch * sum(range(self.context - self.new + 1, self.context + 1))
+        operations = 2 * HEAD_DIM * self.heads * visible
+        return max(pages * BLOCK_TOKENS * HEAD_DIM * 2 / BYTES_PER_US, operations / OPERATIONS_PER_US)
+
+
+def cases() -> Iterator[Case]:
+    for heads in (1, 4):
+        for private in (512, 65536):
+            for batch in (1, 8, 32, 64, 256):
+                if batch * private <= 64 * 65536:
+                    kind = "all" if private == 65536 else f"{private}"
+                    yield Case(f"decode, {kind} private", heads, batch, 1, 65536, private)
+    yield Case("decode, 512 private, table for 1M", 1, 64, 1, 65536, 512, table_blocks=8192)
+    for context in (2048, 4096, 16384, 131072):
+        yield Case("decode, 512 private", 1, 64, 1, context, 512)
+    yield Case("decode, two-level tree, 512 private", 1, 64, 1, 65536, 512, 24576)
+    yield Case("decode, two-level tree, 512 private", 1, 256, 1, 65536, 512, 24576)
+    yield Case("verify, 4 draft tokens, 512 private", 1, 32, 4, 65536, 512)
+    for heads in (1, 4):
+        for new in (32, 512, 2048, 8192):
+            yield Case("extend, 65,536 cached", heads, 1, new, 65536 + new, new)
+    yield Case("extend, 60,928 cached and shared", 1, 8, 512, 60928 + 512, 512)
+    yield Case("extend, 1M", 1, 1, 512, 1_000_000, 512)
+    yield Case("extend, 1M", 4, 1, 2048, 1_000_000, 2048)
+    yield Case("decode, 1M", 1, 1, 1, 1_000_000, 512)
+
+
+def time_us(run: Callable[[Tensor], object], layers: list[Tensor], repeats: int = 15) -> float:
+    """Median microseconds of `run(layer)`, from replays of a graph that calls it for every layer in turn."""
+    run(layers[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in layers:
+            run(layer)
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / len(layers) * 1e3)
+    return sorted(times)[len(times) // 2]
+
+
+def layer_caches(pages: int) -> list[Tensor]:
+    """Index pages of several layers."""
+    size = pages * BLOCK_TOKENS * HEAD_DIM * 2
+    count = min(MOST_LAYERS, max(FEWEST_LAYERS, CYCLED_BYTES // size))
+    shape = (pages, BLOCK_TOKENS, 1, HEAD_DIM)
+    return [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(count)]
+
+
+def peer(case: Case, table: Tensor, index_q: Tensor) -> Callable[[Tensor], object]:
+    """SGLang 0.5.23's scores and top-k for the same step."""
+    from sglang.kernels.ops.attention.minimax_sparse.decode.flash_with_topk_idx import (
+        flash_decode_with_topk_idx,
+    )
+    from sglang.kernels.ops.attention.minimax_sparse.prefill.flash_with_topk_idx import (
+        flash_prefill_with_topk_index,
+    )
+
+    tokens = torch.arange(BLOCK_TOKENS, device=DEVICE)
+    slots = (table[:, : case.blocks, None] * BLOCK_TOKENS + tokens).flatten(1).int()
+    ids = torch.arange(case.batch, device=DEVICE)
+    lengths = torch.full((case.batch,), case.context, device=DEVICE, dtype=torch.int32)
+    common = {"disable_index_value": True, "page_size": BLOCK_TOKENS}
+    if case.new == 1:
+        return lambda pages: flash_decode_with_topk_idx(
+            index_q,
+            None,
+            pages.view(-1, 1, HEAD_DIM),
+            None,
+            slots,
+            lengths,
+            case.context,
+            ids,
+            BLOCK_TOKENS,
+            TOPK,
+            0,
+            1,
+            **common,
+        )
+    starts = torch.arange(case.batch + 1, device=DEVICE, dtype=torch.int32) * case.new
+    return lambda pages: flash_prefill_with_topk_index(
+        index_q,
+        pages.view(-1, 1, HEAD_DIM),
+        None,
+        None,
+        slots,
+        ids,
+        starts,
+        lengths,
+        lengths - case.new,
+        case.new,
+        case.context,
+        1,
+        BLOCK_TOKENS,
+        TOPK,
+        0,
+        1,
+        cu_seqblocks_q=starts,
+        max_seqblock_q=case.new,
+        all_seqblock_q=case.batch * case.new,
+        **common,
+    )
+
+
+def measure(case: Case, with_peer: bool) -> str:
+    """One line of the table."""
+    table, pages = case.page_table()
+    rows = case.rows()
+    index_q = torch.randn(len(rows), case.heads, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
+    layers = layer_caches(pages)
+    plan_space, space = (
+        torch.empty(size, dtype=torch.uint8, device=DEVICE)
+        for size in (
+            plan_prefix_workspace_bytes(len(rows), case.batch),
+            choose_blocks_workspace_bytes(len(rows), case.heads, case.table_width),
+        )
+    )
+    out = torch.empty(case.heads, len(rows), TOPK, dtype=torch.int32, device=DEVICE)
+    plan = plan_prefix(table, rows, workspace=plan_space)
+
+    def choose(layer: Tensor) -> Tensor:
+        return choose_blocks(
+            index_q,
+            layer,
+            table,
+            rows,
+            plan,
+            topk=TOPK,
+            init_blocks=0,
+            local_blocks=1,
+            workspace=space,
+            out=out,
+        )
+
+    plan_us = time_us(lambda _: plan_prefix(table, rows, workspace=plan_space), layers)
+    choose_us = time_us(choose, layers)
+    theirs = "not measured"
+    if with_peer:
+        theirs = f"{time_us(peer(case, table, index_q), layers):.1f}"
+    total, floor = choose_us + plan_us / SPARSE_LAYERS, case.floor_us(pages)
+    step = f"{case.name} | {case.heads} | {case.batch} | {case.new} | {case.context:,}"
+    return f"| {step} | {theirs} | {total:.1f} | {plan_us:.1f} | {floor:.1f} | {floor / total:.0%} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    only = parser.parse_args().only
+    torch.manual_seed(0)
+    with_peer = importlib.util.find_spec("sglang") is not None
+    print("| case | H | batch | new | context | SGLang us | ours us | plan us | floor us | of floor |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for case in cases():
+        if only in case.name:
+            print(measure(case, with_peer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
