@@ -1,0 +1,196 @@
+"""The sm90 attention against brute force: every way of cutting a step, odd sizes, NaN where nobody looks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from m3_kernels.rows import BLOCK_TOKENS, Rows
+from torch import Tensor
+
+from tests.kernels.cases import UNREAD, Step, brute_attention, brute_selection, steps
+from tests.kernels.sm90 import DEVICE, REAL, on_device, poisoned
+
+import m3_kernels.triton.sm90_attend_blocks as sm90  # isort: skip
+
+HEADS = [(8, 1), (32, 2), (64, 4), (16, 1), (4, 2), (6, 2), (2, 1)]
+LONGEST_UNIONS = {"by_page": 0, "union": 1 << 30, "mixed": 5}
+TOLERANCE = 2e-2 if REAL else 1e-2
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, step: Step, chosen: Tensor | None, scale: float) -> Tensor:
+    """The operator in a poisoned workspace of exactly the promised size, into a poisoned output."""
+    topk = None if chosen is None else chosen.shape[-1]
+    size = sm90.attend_blocks_workspace_bytes(
+        q.shape[0], q.shape[1], k.shape[2], q.shape[2], topk=topk, pages=k.shape[0]
+    )
+    out = torch.full(q.shape, float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    table, rows = on_device(step)
+    sm90.attend_blocks(
+        q.to(DEVICE),
+        k.to(DEVICE),
+        v.to(DEVICE),
+        table,
+        rows,
+        None if chosen is None else chosen.to(DEVICE),
+        scale=scale,
+        workspace=poisoned(size),
+        out=out,
+    )
+    return out.cpu()
+
+
+def inputs(
+    step: Step, heads: tuple[int, int], dim: int, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, and pages whose tokens that no row of the page's requests sees are NaN."""
+    q_heads, kv_heads = heads
+    q = torch.randn(len(step.rows), q_heads, dim, generator=generator).bfloat16()
+    last_seen = torch.full((step.pages,), -1)
+    for request, position in zip(step.rows.request.tolist(), step.rows.position.tolist()):
+        for block in range(position // BLOCK_TOKENS + 1) if request >= 0 else ():
+            page = int(step.page_table[request, block])
+            last_seen[page] = max(int(last_seen[page]), position - block * BLOCK_TOKENS)
+    unseen = torch.arange(BLOCK_TOKENS) > last_seen[:, None]
+    pools = []
+    for _ in range(2):
+        pool = torch.randn(step.pages, BLOCK_TOKENS, kv_heads, dim, generator=generator)
+        pools.append(pool.masked_fill(unseen[:, :, None, None], float("nan")).to(dtype))
+    return q, pools[0], pools[1]
+
+
+def check(got: Tensor, expected: Tensor) -> None:
+    error = (got.double() - expected).abs().flatten(1).amax(1)
+    worst = int(error.nan_to_num(nan=1e9).argmax())
+    assert not got.isnan().any(), f"NaN in rows {got.isnan().flatten(1).any(1).nonzero().flatten().tolist()}"
+    torch.testing.assert_close(
+        got.double(), expected, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"worst row {worst}: {text}"
+    )
+
+
+def force(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
+    """Replace fields of every tiling, so that small steps reach what large ones use."""
+    chosen_tiling = sm90.tiling
+    monkeypatch.setattr(sm90, "tiling", lambda *shape: dataclasses.replace(chosen_tiling(*shape), **changes))
+
+
+# Shrinking would take minutes in the interpreter.
+@settings(max_examples=30 if REAL else 8, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(steps(max_rows=9), st.integers(0, 2**31), st.sampled_from(HEADS), st.booleans(), st.booleans())
+def test_small_steps_equal_brute_force(
+    step: Step, seed: int, heads: tuple[int, int], dense: bool, e4m3: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.float8_e4m3fn if e4m3 else torch.bfloat16
+    dim = (32, 64, 128)[seed % 3]
+    q, k, v = inputs(step, heads, dim, dtype, generator)
+    chosen = None
+    if not dense:
+        scores = torch.randn(heads[1], len(step.rows), step.page_table.shape[1], generator=generator)
+        chosen = brute_selection(scores, step.rows, 5, 0, 1)
+    got = attend(q, k, v, step, chosen, 0.11)
+    check(got, brute_attention(q, k.float(), v.float(), step, chosen, 0.11))
+
+
+def extend_step(row_count: int, generator: torch.Generator) -> Step:
+    """Chunks of three requests on a common prefix of two pages, one of them from its very first token, with
+    padded rows between and after them."""
+    lengths = [0, 1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 5 * BLOCK_TOKENS - 3]
+    request, position = [], []
+    per_request = row_count // 3 - 1
+    for number, begin in enumerate((0, lengths[5], lengths[2])):
+        request += [number] * per_request + [-1]
+        position += [*range(begin, begin + per_request), UNREAD]
+    request += [-1] * (row_count - len(request))
+    position += [UNREAD] * (row_count - len(position))
+    blocks = max(p for p in position if p != UNREAD) // BLOCK_TOKENS + 1
+    table = torch.full((3, blocks + 1), UNREAD, dtype=torch.int32)
+    order = torch.randperm(2 + 3 * blocks, generator=generator).int()
+    for number in range(3):
+        last = max(p for r, p in zip(request, position) if r == number) // BLOCK_TOKENS
+        own = order[2 + number * blocks :][: last + 1].clone()
+        own[: min(2, last)] = order[: min(2, last)]
+        table[number, : last + 1] = own
+    rows = Rows(torch.tensor(request, dtype=torch.int32), torch.tensor(position, dtype=torch.int32))
+    return Step(table, rows, 2 + 3 * blocks)
+
+
+@pytest.mark.parametrize("longest", LONGEST_UNIONS)
+@pytest.mark.parametrize(
+    ("heads", "dtype", "row_count"),
+    [((32, 2), torch.bfloat16, 26), ((8, 1), torch.float8_e4m3fn, 52), ((6, 2), torch.bfloat16, 40)],
+    ids=str,
+)
+def test_extend_chunks_equal_brute_force_however_they_are_routed(
+    longest: str, heads: tuple[int, int], dtype: torch.dtype, row_count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    step = extend_step(row_count, generator)
+    q, k, v = inputs(step, heads, 128 if REAL else 32, dtype, generator)
+    scores = torch.randn(heads[1], row_count, step.page_table.shape[1], generator=generator)
+    scores[..., 0] = 9  # one block that everybody chooses
+    chosen = brute_selection(scores, step.rows, 4, 0, 1)
+    monkeypatch.setattr(sm90, "UNION_FROM_ROWS", 1)
+    pass_rows = 3 * sm90.tiling(row_count, *heads, q.shape[-1], 4).tile_rows
+    force(monkeypatch, splits=1, pass_rows=pass_rows, longest_union=LONGEST_UNIONS[longest])
+    got = attend(q, k, v, step, chosen, 0.2)
+    check(got, brute_attention(q, k.float(), v.float(), step, chosen, 0.2))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize("walk", ["row", "union", "dense"])
+def test_splits_change_nothing_but_rounding(splits: int, walk: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(6)
+    step = extend_step(25, generator)
+    q, k, v = inputs(step, (8, 2), 128 if REAL else 32, torch.bfloat16, generator)
+    scores = torch.randn(2, 25, step.page_table.shape[1], generator=generator)
+    chosen = None if walk == "dense" else brute_selection(scores, step.rows, 6, 1, 1)
+    monkeypatch.setattr(sm90, "UNION_FROM_ROWS", 1 if walk == "union" else 1 << 30)
+    force(monkeypatch, splits=splits)
+    got = attend(q, k, v, step, chosen, 0.2)
+    check(got, brute_attention(q, k.float(), v.float(), step, chosen, 0.2))
+
+
+def test_chosen_blocks_may_come_in_any_order() -> None:
+    generator = torch.Generator().manual_seed(7)
+    table = torch.randperm(9, generator=generator).int()[None]
+    rows = Rows(torch.zeros(3, dtype=torch.int32), torch.tensor([1151, 600, 127], dtype=torch.int32))
+    step = Step(table, rows, 9)
+    q, k, v = inputs(step, (8, 1), 32, torch.bfloat16, generator)
+    chosen = torch.tensor([[[8, -1, 0, 5], [4, 1, -1, 0], [-1, -1, 0, -1]]], dtype=torch.int32)
+    check(attend(q, k, v, step, chosen, 0.3), brute_attention(q, k.float(), v.float(), step, chosen, 0.3))
+
+
+@pytest.mark.skipif(not REAL, reason="bits and graphs are the GPU's")
+@pytest.mark.parametrize("longest", LONGEST_UNIONS)
+@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+def test_a_captured_graph_repeats_the_same_bits(
+    longest: str, dense: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(8)
+    step = extend_step(1100, generator)
+    q, k, v = (x.to(DEVICE) for x in inputs(step, (64, 4), 128, torch.bfloat16, generator))
+    scores = torch.randn(4, 1100, step.page_table.shape[1], generator=generator)
+    chosen = None if dense else brute_selection(scores, step.rows, 6, 1, 1).to(DEVICE)
+    if not dense:
+        force(monkeypatch, longest_union=LONGEST_UNIONS[longest])
+    table, rows = on_device(step)
+    size = sm90.attend_blocks_workspace_bytes(1100, 64, 4, 128, topk=None if dense else 6, pages=step.pages)
+    workspace, out = poisoned(size), torch.empty_like(q)
+
+    def run() -> None:
+        sm90.attend_blocks(q, k, v, table, rows, chosen, scale=0.1, workspace=workspace, out=out)
+
+    run()
+    torch.cuda.synchronize()
+    eager = out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(20):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, eager), f"{(out != eager).flatten(1).any(1).nonzero().flatten()[:9].tolist()}"
