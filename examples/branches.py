@@ -31,13 +31,17 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Branch:
-    """A branch's question, its answer, and what the server said of the request."""
+    """A branch's question, its answer, and what the server said of the request; latencies in seconds.
+
+    The latency of the first token is None where the server runs without `--enable-metrics`.
+    """
 
     question: str
     answer: str
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    first_token_latency: float | None
 
 
 @sgl.function
@@ -62,7 +66,12 @@ def run(url: str, branches: int = 8, answer_tokens: int = 48) -> list[Branch]:
     state = ask_in_branches.run(source=source, questions=questions, answer_tokens=answer_tokens)
     return [
         Branch(
-            question, answer, meta["prompt_tokens"], meta["cached_tokens"], meta["completion_tokens"]
+            question,
+            answer,
+            meta["prompt_tokens"],
+            meta["cached_tokens"],
+            meta["completion_tokens"],
+            meta.get("first_token_latency"),
         )
         for question, answer, meta in zip(questions, state["branches"], json.loads(state["meta"]))
     ]
