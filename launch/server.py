@@ -46,13 +46,15 @@ def running(
     Raises:
         ServerDiedError: it ended, or was not healthy within `START_LIMIT_SECONDS`.
     """
+    # A test process may run Triton's interpreter; a server that inherits it would, too.
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, "--port", str(port)],
-            env={**os.environ, **(environ or {})},
+            env={**inherited, **(environ or {})},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,

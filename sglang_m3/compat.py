@@ -75,10 +75,6 @@ SYMBOLS = (
         "sglang.srt.configs.model_config.get_minimax_sparse_disable_value_layer_ids", "refusing index values"
     ),
     Symbol("sglang.srt.configs.model_config.get_minimax_sparse_score_type", "refusing other score types"),
-    Symbol(
-        "sglang.srt.configs.model_config.uses_minimax_m3_nvfp4_native_stack",
-        "leaving SGLang's Blackwell stack alone",
-    ),
     Symbol("sglang.srt.mem_cache.memory_pool.MiniMaxSparseKVPool", "KV and index key pool"),
     Symbol(
         "sglang.srt.mem_cache.memory_pool.MiniMaxSparseKVPool.set_fused_kv_index_buffer",

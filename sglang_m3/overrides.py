@@ -14,6 +14,10 @@ from sglang_m3.architectures import M3_ARCHITECTURES
 logger = logging.getLogger(__name__)
 
 
+SERVED_BY_SGLANG = ("minimax_m3_nvfp4", "modelopt_mixed")
+"""Quantisations of M3 that SGLang serves on Hopper itself; the plugin stays out of their way."""
+
+
 class UnsupportedError(ValueError):
     """A flag, or a combination, that cannot serve M3 here; the message says what to do instead."""
 
@@ -41,6 +45,11 @@ def provide(server_args: Any, hf_config: Any) -> dict[str, Any]:
         logger.info("sglang-m3: neither a Hopper GPU nor a machine without a GPU; SGLang is left as it is.")
         return {}
     args = resolving_view(server_args)
+    if target == "sm90" and args.quantization in SERVED_BY_SGLANG:
+        logger.info(
+            "sglang-m3: %s checkpoints are SGLang's own on Hopper, and left to it.", args.quantization
+        )
+        return {}
     from sglang_m3.attention.parameters import SelectionParameters
 
     try:

@@ -102,6 +102,17 @@ def test_what_needs_a_gpu_is_refused_without_one(
         provide("cpu", **flags)
 
 
+@pytest.mark.parametrize("quantization", overrides.SERVED_BY_SGLANG)
+def test_quantisations_that_sglang_serves_on_hopper_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, quantization: str
+) -> None:
+    monkeypatch.setattr(hardware, "target", lambda: "sm90")
+    assert provide("sm90", quantization=quantization, page_size=1) == {}
+    monkeypatch.setattr(hardware, "target", lambda: "cpu")
+    with pytest.raises(overrides.UnsupportedError, match=quantization):
+        provide("cpu", quantization=quantization)
+
+
 def test_other_hardware_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "target", lambda: None)
     assert provide("none", page_size=64, quantization="mxfp8") == {}

@@ -30,7 +30,8 @@ class M3SparseBackend(AttentionBackend):
     """
 
     def __init__(self, runner: Any) -> None:
-        assert isinstance(runner.token_to_kv_pool, M3KVPool), type(runner.token_to_kv_pool)
+        pool = runner.token_to_kv_pool
+        assert isinstance(pool, M3KVPool) and pool.page_size == BLOCK_TOKENS, (type(pool), pool.page_size)
         self.token_to_kv_pool: M3KVPool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
         self.parameters = SelectionParameters.from_hf_config(runner.model_config.hf_config)

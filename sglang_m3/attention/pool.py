@@ -28,15 +28,10 @@ def as_pages(buffer: Tensor) -> Tensor:
 class M3KVPool(MiniMaxSparseKVPool):
     """SGLang's pool for M3, stored into by the plugin's operator and read as pages.
 
-    A page is a block, so the page size must be 128. Slots of K, V and index keys are common, so the radix
+    A page is a block where the plugin's backend is in use. With another page size, which a quantisation that
+    is left to SGLang may have, the pool is SGLang's. Slots of K, V and index keys are common, so the radix
     cache, eviction and the allocator need to know nothing of index keys.
     """
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
-        assert self.page_size == BLOCK_TOKENS, (
-            f"page size {self.page_size}, blocks have {BLOCK_TOKENS} tokens"
-        )
 
     def pages(self, layer_id: int) -> LayerPages:
         """The pages of a sparse layer; waits for its transfer where SGLang loads pages from the host."""
@@ -58,7 +53,8 @@ class M3KVPool(MiniMaxSparseKVPool):
     ) -> None:
         """Store new tokens of a sparse layer: one rounding each from the model's dtype to the pool's."""
         scales = (k_scale, v_scale, idx_k_scale)
-        if cache_idx_v is not None or any(scale not in (None, 1.0) for scale in scales):
+        own = self.page_size == BLOCK_TOKENS and all(scale in (None, 1.0) for scale in scales)
+        if cache_idx_v is not None or not own:
             super().set_fused_kv_index_buffer(
                 layer, loc, cache_k, cache_v, cache_idx_k, cache_idx_v, *scales, idx_v_scale
             )
