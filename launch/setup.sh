@@ -3,8 +3,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-stamp=.venv/.installed-requirements
-if [ -f "$stamp" ] && cmp -s requirements.txt "$stamp"; then
+# Everything that decides what is installed: packages, the project's own metadata, and where the checkout lies.
+stamp=.venv/.installed
+wanted=$(cat requirements.txt pyproject.toml; pwd)
+if [ -f "$stamp" ] && [ "$wanted" = "$(cat "$stamp")" ]; then
     exit 0
 fi
 
@@ -21,4 +23,4 @@ echo "== installing $(grep -c == requirements.txt) packages into .venv, SGLang a
 # Compiled once here: SGLang imports thousands of modules in each of its processes.
 "$uv" pip install --python .venv/bin/python --compile-bytecode -r requirements.txt
 "$uv" pip install --python .venv/bin/python --no-deps -e .
-cp requirements.txt "$stamp"
+printf "%s\n" "$wanted" > "$stamp"

@@ -24,12 +24,9 @@ def register() -> None:
 
 
 def activate() -> str | None:
-    """Entry point `sglang.srt.platforms`: the CPU platform where there is no accelerator, else None.
-
-    None as well when `SGLANG_USE_CPU_ENGINE` asks for SGLang's own CPU engine.
-    """
+    """Entry point `sglang.srt.platforms`: the CPU platform where there is no accelerator, else None."""
     from sglang_m3 import hardware
 
-    if hardware.target() == "cpu" and not hardware.sglang_cpu_engine_is_asked_for():
+    if hardware.target() == "cpu":
         return "sglang_m3.platforms.cpu.M3CpuPlatform"
     return None

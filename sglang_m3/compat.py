@@ -44,6 +44,7 @@ SYMBOLS = (
     ),
     Symbol("sglang.srt.plugins.hook_registry.HookRegistry._patched", "checking that hooks were applied"),
     Symbol("sglang.srt.plugins.hook_registry.HookType.AROUND", "hooks"),
+    Symbol("sglang.srt.plugins.hook_registry.HookType.AFTER", "hooks"),
     Symbol("sglang.srt.plugins.hook_registry.HookType.REPLACE", "hooks"),
     Symbol(
         "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
@@ -51,6 +52,15 @@ SYMBOLS = (
         ("runner", "full_attn_backend"),
     ),
     Symbol("sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward", "attention backend"),
+    Symbol(
+        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.init_cuda_graph_state",
+        "attention backend",
+        ("max_bs", "max_num_tokens"),
+    ),
+    Symbol(
+        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.get_cuda_graph_seq_len_fill_value",
+        "attention backend",
+    ),
     Symbol(
         "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.init_forward_metadata_out_graph",
         "attention backend",
@@ -121,10 +131,6 @@ SYMBOLS = (
         "selection counters in the log and the metrics",
     ),
     Symbol(
-        "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_prefill_stats",
-        "selection counters in the metrics",
-    ),
-    Symbol(
         "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter._maybe_log_idle_metrics",
         "selection counters in the metrics",
     ),
@@ -152,9 +158,32 @@ SYMBOLS = (
     Symbol(f"{_CALLS}.core_types.ToolCallItem", "the tool call parser minimax-m3"),
     Symbol(f"{_CALLS}.core_types._GetInfoFunc", "the tool call parser minimax-m3"),
     Symbol("sglang.srt.entrypoints.openai.protocol.Tool", "the tool call parser minimax-m3"),
+    Symbol(
+        "sglang.srt.entrypoints.openai.protocol.ChatCompletionRequest", "thinking in the Messages endpoint"
+    ),
+    Symbol(
+        "sglang.srt.entrypoints.anthropic.protocol.AnthropicMessagesRequest",
+        "thinking in the Messages endpoint",
+    ),
+    Symbol(
+        "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._convert_to_chat_completion_request",
+        "thinking in the Messages endpoint",
+        ("anthropic_request",),
+    ),
+    Symbol("sglang.srt.configs.model_config.ModelConfig", "stopping M3 servers"),
     Symbol("sglang.srt.entrypoints.openai.protocol.ToolChoice", "enforcing tool calls while generating"),
     Symbol("sglang.srt.environ.envs.SGLANG_FORWARD_UNKNOWN_TOOLS", "calls of undeclared functions"),
     Symbol("sglang.srt.platforms.interface.SRTPlatform", "the CPU platform"),
+    Symbol("sglang.srt.platforms.interface.SRTPlatform.get_dispatch_key_name", "the CPU platform"),
+    Symbol("sglang.srt.platforms.interface.SRTPlatform.get_default_attention_backend", "the CPU platform"),
+    Symbol("sglang.srt.platforms.interface.SRTPlatform.post_load_model", "images in float32", ("model",)),
+    Symbol(
+        "sglang.srt.arg_groups.model_overrides.minimax_m3._resolve_quant_method",
+        "refusing a checkpoint's quantisation",
+        ("hf_config",),
+    ),
+    Symbol("sglang.srt.layers.radix_attention.RadixAttention", "attention backend"),
+    Symbol("sglang.srt.model_executor.forward_batch_info.ForwardBatch", "attention backend"),
     Symbol("sglang.srt.platforms.interface.PlatformCapabilities", "the CPU platform"),
     Symbol("sglang.srt.platforms.cpu.CpuDeviceMixin", "the CPU platform"),
     Symbol("sglang.srt.platforms.device_mixin.PlatformEnum.OOT", "the CPU platform"),
@@ -201,4 +230,5 @@ def check() -> None:
         raise MovedSymbolError(
             f"SGLang {sglang.__version__} is installed, sglang-m3 is made for {PINNED_SGLANG}, and "
             + "; ".join(found)
+            + f"; install sglang=={PINNED_SGLANG}"
         )

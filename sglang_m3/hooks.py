@@ -18,8 +18,7 @@ EVERYWHERE = (
     ),
     ("sglang.srt.mem_cache.memory_pool.MiniMaxSparseKVPool", pool.M3KVPool, HookType.REPLACE),
     (f"{_REPORTER}.report_decode_stats", metrics.around_decode_report, HookType.AROUND),
-    (f"{_REPORTER}.report_prefill_stats", metrics.after_report, HookType.AFTER),
-    (f"{_REPORTER}._maybe_log_idle_metrics", metrics.after_report, HookType.AFTER),
+    (f"{_REPORTER}._maybe_log_idle_metrics", metrics.after_idle_report, HookType.AFTER),
 )
 """(target, hook, type). Each acts for M3 models only."""
 

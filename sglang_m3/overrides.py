@@ -8,14 +8,37 @@ from typing import Any
 
 from m3_kernels.rows import BLOCK_TOKENS
 
-from sglang_m3 import hardware
+from sglang_m3 import hardware, settings
 from sglang_m3.architectures import M3_ARCHITECTURES
 
 logger = logging.getLogger(__name__)
 
-
 SERVED_BY_SGLANG = ("minimax_m3_nvfp4", "modelopt_mixed")
 """Quantisations of M3 that SGLang serves on Hopper itself; the plugin stays out of their way."""
+
+NOT_YET = {
+    "speculative_algorithm": (None,),
+    "enable_hisparse": (False,),
+    "enable_two_batch_overlap": (False,),
+    "enable_pdmux": (False,),
+}
+"""Server argument -> the values that work with the plugin."""
+
+NOT_WITHOUT_GPU = {
+    "attention_backend": (None, "torch_native"),
+    "prefill_attention_backend": (None, "torch_native"),
+    "decode_attention_backend": (None, "torch_native"),
+    "kv_cache_dtype": ("auto", "bfloat16", "bf16"),
+    "tp_size": (1,),
+    "pp_size": (1,),
+    "ep_size": (1,),
+    "dp_size": (1,),
+}
+
+NOT_ON_HOPPER_YET = {
+    "dtype": ("auto", "bfloat16", "bf16"),
+    "kv_cache_dtype": ("auto", "bfloat16", "bf16"),
+}
 
 
 class UnsupportedError(ValueError):
@@ -45,25 +68,52 @@ def provide(server_args: Any, hf_config: Any) -> dict[str, Any]:
         logger.info("sglang-m3: neither a Hopper GPU nor a machine without a GPU; SGLang is left as it is.")
         return {}
     args = resolving_view(server_args)
-    if target == "sm90" and args.quantization in SERVED_BY_SGLANG:
-        logger.info(
-            "sglang-m3: %s checkpoints are SGLang's own on Hopper, and left to it.", args.quantization
-        )
+    quantization = _quantization(server_args, hf_config)
+    if target == "sm90" and quantization in SERVED_BY_SGLANG:
+        logger.info("sglang-m3: on Hopper %s is SGLang's own, and left to it.", quantization)
         return {}
+    if quantization is not None:
+        raise UnsupportedError(
+            f"quantization {quantization} of MiniMax-M3 is not supported on {_name(target)} yet; "
+            "serve the BF16 checkpoint without --quantization"
+        )
+    _check_checkpoint(hf_config)
+    _check_chunks(args, target)
+    _refuse(args, NOT_YET, "with sglang-m3 yet")
+    if target == "sm90":
+        _refuse(args, NOT_ON_HOPPER_YET, "on Hopper with sglang-m3 yet")
+        _check_graphs(args)
+        return {"page_size": BLOCK_TOKENS}
+    # What the user gave: by now SGLang has filled in its own CPU engine's backend where nothing was given.
+    _refuse(server_args, NOT_WITHOUT_GPU, "without a GPU, and there is none")
+    _prepare_environment()
+    return {"page_size": BLOCK_TOKENS, "attention_backend": "torch_native"}
+
+
+def _quantization(server_args: Any, hf_config: Any) -> str | None:
+    """What the flag says, else what the checkpoint declares, as SGLang's own provider for M3 decides it.
+
+    SGLang's decision is not visible yet: all providers are asked before any answer counts.
+    """
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.arg_groups.model_overrides.minimax_m3 import _resolve_quant_method
+
+    given = resolving_view(server_args).quantization
+    if given is not None or server_args._quantization_explicitly_unset:
+        return given
+    return _resolve_quant_method(hf_config)
+
+
+def _check_checkpoint(hf_config: Any) -> None:
     from sglang_m3.attention.parameters import SelectionParameters
 
     try:
         SelectionParameters.from_hf_config(hf_config)
     except ValueError as error:
         raise UnsupportedError(f"this checkpoint's config.json: {error}") from error
-    _check(args, target)
-    resolved: dict[str, Any] = {"page_size": BLOCK_TOKENS}
-    if target == "cpu":
-        resolved |= _without_gpu(server_args)
-    return resolved
 
 
-def _check(args: Any, target: hardware.Target) -> None:
+def _check_chunks(args: Any, target: hardware.Target) -> None:
     if args.page_size not in (None, BLOCK_TOKENS):
         raise UnsupportedError(
             f"--page-size {args.page_size}: a page is a block of {BLOCK_TOKENS} tokens in MiniMax-M3; "
@@ -75,46 +125,41 @@ def _check(args: Any, target: hardware.Target) -> None:
             f"--chunked-prefill-size {chunk} is not a multiple of {BLOCK_TOKENS}; "
             f"pass {max(1, chunk // BLOCK_TOKENS) * BLOCK_TOKENS}"
         )
-    if args.quantization is not None:
+    if target == "sm90" and chunk is not None and chunk <= 0:
+        # SGLang admits a prompt of any length then, and the workspaces are sized for the largest chunk.
         raise UnsupportedError(
-            f"quantization {args.quantization} is not supported on {_name(target)} yet; "
-            "serve the BF16 checkpoint without --quantization"
+            f"--chunked-prefill-size {chunk}: prefill without chunks is not supported on Hopper with "
+            "sglang-m3; pass 8192"
         )
-    if args.speculative_algorithm is not None:
-        raise UnsupportedError(
-            f"--speculative-algorithm {args.speculative_algorithm} is not supported with MiniMax-M3 yet; "
-            "leave the flag out"
-        )
-    if args.enable_hisparse:
-        raise UnsupportedError("--enable-hisparse is not supported with sglang-m3; leave the flag out")
 
 
-def _without_gpu(args: Any) -> dict[str, Any]:
-    # What the user gave: by now SGLang has filled in its own CPU engine's backend where nothing was given.
-    for flag in ("attention_backend", "prefill_attention_backend", "decode_attention_backend"):
-        value = getattr(args, flag)
-        if value not in (None, "torch_native"):
+def _check_graphs(args: Any) -> None:
+    if args.cuda_graph_backend_prefill == "full":
+        raise UnsupportedError(
+            "--cuda-graph-backend-prefill full is not supported with sglang-m3 yet; leave the flag out"
+        )
+    if settings.read().record_blocks is not None and not args.disable_cuda_graph:
+        raise UnsupportedError("SGLANG_M3_RECORD_BLOCKS needs --disable-cuda-graph on a GPU; add the flag")
+
+
+def _refuse(args: Any, working: dict[str, tuple[Any, ...]], where: str) -> None:
+    for name, values in working.items():
+        value = getattr(args, name)
+        if value not in values:
             raise UnsupportedError(
-                f"--{flag.replace('_', '-')} {value} needs a GPU, and there is none; leave the flag out"
+                f"--{name.replace('_', '-')} {value} is not supported {where}; leave the flag out"
             )
-    if args.kv_cache_dtype not in ("auto", "bfloat16", "bf16"):
-        raise UnsupportedError(
-            f"--kv-cache-dtype {args.kv_cache_dtype} is not supported without a GPU; leave the flag out"
-        )
-    if args.tp_size != 1 or args.pp_size != 1 or args.ep_size != 1:
-        raise UnsupportedError(
-            "more than one rank (--tp-size, --pp-size, --ep-size) is not supported without a GPU; "
-            "leave the flags out"
-        )
+
+
+def _prepare_environment() -> None:
+    """Environment of the processes that SGLang is about to start on a machine without a GPU."""
     from sglang.srt.environ import envs
 
     # torch.mm with an output dtype exists on CUDA only; the router is then computed in float32.
     if not envs.SGLANG_OPT_USE_BF16_ROUTER_GEMM.is_set():
         envs.SGLANG_OPT_USE_BF16_ROUTER_GEMM.set(False)
-    # Small functions that SGLang compiles cost minutes of compiler time and are not worth it here. The
-    # variable is read by the processes that SGLang is about to start.
+    # Small functions that SGLang compiles cost minutes of compiler time and are not worth it here.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    return {"attention_backend": "torch_native"}
 
 
 def _name(target: hardware.Target) -> str:

@@ -10,20 +10,21 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Check SGLang, then register the start-up checks and, on hardware that the plugin serves, all else.
+    """On hardware that the plugin serves, check SGLang and register every part; elsewhere do nothing.
 
     Raises:
         compat.MovedSymbolError: SGLang moved a symbol.
         settings.SettingError: a `SGLANG_M3_*` variable is wrong.
     """
+    if hardware.target() is None:
+        logger.debug("sglang-m3: neither a Hopper GPU nor a machine without one; SGLang is left as it is.")
+        return
     compat.check()
     settings.read()
 
     from sglang_m3 import overrides
 
     overrides.register()
-    if hardware.target() is None:
-        return
 
     from sglang_m3 import hooks
     from sglang_m3.parsing import register as parsers

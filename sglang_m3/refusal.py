@@ -26,9 +26,8 @@ def refuse_m3(reason: str) -> None:
         SystemExit: SGLang has neither place any more.
     """
     message = (
-        f"sglang-m3 cannot serve MiniMax-M3 with this SGLang: {reason}. "
-        "Install the release that the plugin is pinned to (pip show sglang-m3), "
-        "or set SGLANG_PLUGINS=none to run SGLang without the plugin."
+        f"sglang-m3 cannot serve MiniMax-M3: {reason}. Mend that, or set SGLANG_PLUGINS=none to run SGLang "
+        "without the plugin."
     )
     logger.error("%s", message)
 

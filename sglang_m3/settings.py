@@ -9,7 +9,7 @@ from pathlib import Path
 
 PREFIX = "SGLANG_M3_"
 
-UPSTREAM_NAMES = frozenset({"SGLANG_M3_ALLOW_CUSTOM_AR"})
+UPSTREAM_NAMES = frozenset({"SGLANG_M3_ALLOW_CUSTOM_AR", "SGLANG_M3_USE_AITER_FUSED_QKNORM"})
 """Variables with the same prefix that belong to SGLang itself (`sglang.srt.environ`)."""
 
 

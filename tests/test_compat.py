@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import enum
 import types
+from pathlib import Path
 
 import pytest
 
+import sglang_m3
 from sglang_m3 import compat
 
 
@@ -58,3 +61,21 @@ def test_a_changed_signature_is_named(symbol: compat.Symbol, monkeypatch: pytest
     monkeypatch.setattr(compat.resolve(parent), name, moved)
     with pytest.raises(compat.MovedSymbolError, match=f"no longer takes {symbol.parameters[0]}"):
         compat.check()
+
+
+def imported() -> set[str]:
+    """Everything that the plugin imports from SGLang."""
+    found = set()
+    for path in Path(sglang_m3.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("sglang."):
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_every_import_from_sglang_is_in_the_table() -> None:
+    known = {symbol.path for symbol in compat.SYMBOLS}
+    missing = {
+        name for name in imported() if not any(path == name or path.startswith(f"{name}.") for path in known)
+    }
+    assert not missing, f"add to compat.SYMBOLS: {sorted(missing)}"

@@ -53,7 +53,7 @@ class M3SparseBackend(AttentionBackend):
         self._chosen: Tensor | None = None
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        self.counters.stale = True
+        self.counters.unpublished = True
         self._step = None
         # A captured step must do for every later length.
         self._longest = self._context_tokens if in_capture else None
@@ -73,6 +73,10 @@ class M3SparseBackend(AttentionBackend):
         )
         self._chosen = None
         self.counters.count(self._step.plan)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        # Nothing to prepare: workspaces suit the largest step, and a step's tensors belong to its graph.
+        assert max_bs <= self.req_to_token_pool.size, (max_bs, self.req_to_token_pool.size)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 1
@@ -104,6 +108,7 @@ class M3SparseBackend(AttentionBackend):
         assert idx_v is None, "index values are refused at start-up"
         step = self._step
         if step is None:
+            assert forward_batch.forward_mode.is_idle(), forward_batch.forward_mode
             return None, torch.zeros_like(q).flatten(1)
         if save_kv_cache:
             self.token_to_kv_pool.set_fused_kv_index_buffer(

@@ -28,8 +28,9 @@ class SelectionCounters:
 
     def __init__(self, device: torch.device | str) -> None:
         self._totals = torch.zeros(3, dtype=torch.int64, device=device)
-        self.stale = False
-        """Whether a step ran since the last `read`; set by the backend, since a graph counts by itself."""
+        self.unpublished = False
+        """Whether a step ran whose count may not be published yet. Set by the backend, since a replayed graph
+        counts by itself; cleared by the publisher."""
 
     def count(self, plan: PrefixPlan) -> None:
         """Add one step. Capturable in a CUDA graph."""
@@ -37,5 +38,4 @@ class SelectionCounters:
 
     def read(self) -> SelectionTotals:
         """Copy the totals to the host."""
-        self.stale = False
         return SelectionTotals(*self._totals.tolist())

@@ -38,7 +38,7 @@ class _Publisher:
 
     def publish(self, reporter: Any) -> None:
         """Bring the Prometheus counters up to date, where `--enable-metrics` made this rank report."""
-        if not reporter.current_scheduler_metrics_enabled or not self.counters.stale:
+        if not reporter.current_scheduler_metrics_enabled or not self.counters.unpublished:
             return
         labels = reporter.metrics_collector.labels
         if self._prometheus is None:
@@ -50,6 +50,8 @@ class _Publisher:
                 for field, (name, text) in METRICS.items()
             }
         totals = self.counters.read()
+        # A step may still be running on another stream: done only when two reads agree.
+        self.counters.unpublished = totals != self._published
         for field, counter in self._prometheus.items():
             counter.labels(**labels).inc(getattr(totals, field) - getattr(self._published, field))
         self._published = totals
@@ -64,7 +66,6 @@ class _DecodeLineFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if _publisher is not None and isinstance(record.msg, str) and record.msg.startswith(_DECODE_PREFIX):
             record.msg += _publisher.log_suffix(_publisher.counters.read())
-            _publisher.counters.stale = True
         return True
 
 
@@ -83,7 +84,7 @@ def around_decode_report(original: Callable[..., None], reporter: Any, *args: An
         _publisher.publish(reporter)
 
 
-def after_report(result: None, reporter: Any, *args: Any, **kwargs: Any) -> None:
-    """After `report_prefill_stats` and, so that the last steps are not missing, after idle reports."""
+def after_idle_report(result: None, reporter: Any) -> None:
+    """After `_maybe_log_idle_metrics`, so that the last steps before a pause are not missing."""
     if _publisher is not None:
         _publisher.publish(reporter)

@@ -11,7 +11,13 @@ from sglang.srt.configs.model_config import (
     get_minimax_sparse_disable_value_layer_ids,
     get_minimax_sparse_layer_ids,
     get_minimax_sparse_score_type,
+    is_minimax_sparse,
 )
+
+
+def serves(model_config: Any) -> bool:
+    """Whether the plugin serves this model: M3 without quantisation. Others keep SGLang's own parts."""
+    return is_minimax_sparse(model_config.hf_config) and model_config.quantization is None
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,15 @@ class SelectionParameters:
         if score_type != "max":
             raise ValueError(f"sparse_score_type is {score_type!r}; sglang-m3 serves 'max' only")
         _, sparse_layers = get_minimax_sparse_layer_ids(sparse)
+        text = getattr(hf_config, "text_config", hf_config)
+        for name, of_main in (
+            ("sparse_num_index_heads", "num_key_value_heads"),
+            ("sparse_index_dim", "head_dim"),
+        ):
+            if sparse[name] != _read(text, of_main):
+                raise ValueError(
+                    f"{name} is {sparse[name]}, which must equal {of_main} ({_read(text, of_main)})"
+                )
         with_values = sorted(set(sparse_layers) - set(get_minimax_sparse_disable_value_layer_ids(sparse)))
         if with_values:
             raise ValueError(
@@ -64,3 +79,8 @@ class SelectionParameters:
                 f"do not fit into sparse_topk_blocks ({topk})"
             )
         return cls(topk, init_blocks, local_blocks, tuple(sparse_layers))
+
+
+def _read(config: Any, name: str) -> Any:
+    """A field of a configuration, which transformers leaves a dict where it does not know the model type."""
+    return config[name] if isinstance(config, dict) else getattr(config, name)

@@ -28,9 +28,14 @@ class Step:
 
 
 def rows_of(forward_batch: ForwardBatch) -> Rows:
-    """The query tokens: one per request in decode, a chunk per request in extend."""
+    """The query tokens: one per request in decode, a chunk per request in extend.
+
+    SGLang pads the decode batch of a CUDA graph with request slot 0, which no request ever has
+    (`ReqToTokenPool`); such rows are padding here as well.
+    """
     position = forward_batch.positions.int()
-    request = torch.arange(forward_batch.batch_size, dtype=torch.int32, device=position.device)
+    request = torch.arange(forward_batch.req_pool_indices.shape[0], dtype=torch.int32, device=position.device)
+    request = torch.where(forward_batch.req_pool_indices > 0, request, -1)
     if forward_batch.forward_mode.is_decode():
         return Rows(request, position)
     lengths = forward_batch.extend_seq_lens
@@ -49,7 +54,7 @@ def page_table_of(forward_batch: ForwardBatch, req_to_token: Tensor, longest: in
 
 
 def make_step(
-    forward_batch: ForwardBatch, req_to_token: Tensor, *, longest: int | None = None, workspace: Tensor
+    forward_batch: ForwardBatch, req_to_token: Tensor, *, longest: int | None = None, workspace: Tensor | None
 ) -> Step:
     """Build the step without reading a device value.
 

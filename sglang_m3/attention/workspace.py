@@ -10,13 +10,11 @@ import torch
 from m3_kernels import workspace_bytes
 from m3_kernels.rows import BLOCK_TOKENS
 from sglang.srt.arg_groups.model_override_base import resolving_view
-from sglang.srt.configs.model_config import get_minimax_sparse_attention_config, is_minimax_sparse
+from sglang.srt.configs.model_config import get_minimax_sparse_attention_config
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
-from sglang_m3.attention.parameters import SelectionParameters
-
-GIB = 1 << 30
+from sglang_m3.attention.parameters import SelectionParameters, serves
 
 
 @dataclass(frozen=True)
@@ -97,13 +95,14 @@ def around_profile_available_bytes(
 ) -> int:
     """Around `KVCacheConfigurator._profile_available_bytes`: leave the workspaces out of the KV budget."""
     available = original(configurator, *args, **kwargs)
-    if configurator.device != "cuda" or not is_minimax_sparse(configurator.model_config.hf_config):
+    config = configurator.model_config
+    if configurator.device != "cuda" or not serves(config):
         return available
     # The pool's size is what is being decided; a bound on its pages does for what depends on them.
     shape = StepShape.of(
-        configurator.model_config,
+        config,
         configurator.server_args,
         requests=resolving_view(configurator.server_args).max_running_requests or 2048,
-        pages=available // (BLOCK_TOKENS * 2 * 2 * configurator.model_config.head_dim),
+        pages=available // (BLOCK_TOKENS * 2 * 2 * config.head_dim),
     )
     return available - sum(bytes_needed(shape))

@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.configs.model_config import is_minimax_sparse
 from sglang.srt.layers.attention.minimax_sparse_backend import MiniMaxHybridAttnBackend
 
 from sglang_m3 import hooks
 from sglang_m3.attention.backend import M3SparseBackend
+from sglang_m3.attention.parameters import serves
 
 
 def wrap_attention_backend(original: Callable[..., Any], runner: Any, full_attn_backend: Any) -> Any:
     """Around `attn_backend_wrapper`: sparse layers get the plugin's backend, dense ones keep the chosen one.
 
-    Only for M3 without quantisation: start-up has refused what the plugin does not serve, and left the rest
-    to SGLang (`overrides.SERVED_BY_SGLANG`).
+    What the plugin does not serve, start-up has refused or left to SGLang (`overrides.SERVED_BY_SGLANG`).
 
     Raises:
         RuntimeError: SGLang failed to apply one of the plugin's hooks, which it only logs.
     """
     config = runner.model_config
-    if not is_minimax_sparse(config.hf_config) or config.quantization is not None:
+    if not serves(config):
         return original(runner, full_attn_backend)
     unapplied = hooks.unapplied()
     if unapplied:

@@ -35,12 +35,13 @@ def around_moe_forward_native(
 ) -> Tensor:
     """Around `moe_forward_native`, which takes gate and up as interleaved whenever a layer has an alpha.
 
-    Layers that say they are not interleaved (M3) are computed here; all others go to SGLang's code.
+    M3's layers, which its model file marks, are computed here; all others go to SGLang's code.
     """
     config = moe_runner_config
-    if config.gemm1_alpha is None or config.gate_up_interleaved:
+    if getattr(layer, "_minimax_activation", None) != "swigluoai":
         return original(layer, x, topk_output, moe_runner_config)
-    assert config.activation == "silu" and not config.apply_router_weight_on_input
+    assert config.activation == "silu" and not config.gate_up_interleaved
+    assert not config.apply_router_weight_on_input and config.gemm1_alpha is not None
     assert config.gemm1_clamp_limit is not None
     weights, expert_ids, _ = topk_output
     out = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)

@@ -51,7 +51,13 @@ def test_a_decode_step_has_a_row_per_request_and_shares_the_common_pages(req_to_
     counters.count(step.plan)
     # Pages 7 and 9 once, then 2, 5, 3 and 11.
     assert counters.read() == SelectionTotals(pages_scored=12, pages_saved=4, rows=6)
-    assert not counters.stale
+
+
+def test_rows_that_sglang_padded_a_graphs_batch_with_are_not_counted(req_to_token: torch.Tensor) -> None:
+    padded = batch(ForwardMode.DECODE, [4, 1, 0, 0], [400, 300, 0, 0], [1, 1, 1, 1])
+    step = make_step(padded, req_to_token, longest=512, workspace=None)
+    assert step.rows.request.tolist() == [0, 1, -1, -1]
+    assert step.plan.counters.tolist() == [5, 2, 2]
 
 
 def test_an_extend_step_has_a_row_per_new_token(req_to_token: torch.Tensor) -> None:

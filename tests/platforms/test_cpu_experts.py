@@ -33,6 +33,7 @@ def test_experts_equal_a_loop_over_tokens(tokens: int) -> None:
     layer = SimpleNamespace(
         w13_weight=torch.randn(experts, 2 * inner, hidden, generator=generator) * 2,
         w2_weight=torch.randn(experts, hidden, inner, generator=generator),
+        _minimax_activation="swigluoai",
     )
     x = torch.randn(tokens, hidden, generator=generator) * 2
     ids = torch.stack([torch.randperm(experts, generator=generator)[:topk] for _ in range(tokens)])
@@ -54,8 +55,12 @@ def test_experts_equal_a_loop_over_tokens(tokens: int) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [MoeRunnerConfig(activation="silu"), MoeRunnerConfig(activation="silu", gemm1_alpha=ALPHA)],
-    ids=["plain SiLU", "interleaved"],
+    [
+        MoeRunnerConfig(activation="silu"),
+        MoeRunnerConfig(activation="silu", gemm1_alpha=ALPHA),
+        MoeRunnerConfig(activation="situ", gemm1_alpha=4.0, gate_up_interleaved=False),
+    ],
+    ids=["plain SiLU", "interleaved", "another activation"],
 )
 def test_other_models_keep_sglangs_experts(config: MoeRunnerConfig) -> None:
     answer = torch.ones(1)

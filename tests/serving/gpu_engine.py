@@ -169,7 +169,7 @@ def main() -> None:
                 f"== {mode} failed ({done.returncode})\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}",
                 flush=True,
             )
-            continue
+            sys.exit(f"{mode} failed")
         results[mode] = json.loads(lines[-1].removeprefix("RESULT "))
         shown = {k: v for k, v in results[mode].items() if k not in ("tokens", "logprobs", "request_ids")}
         print(f"== {mode}: {json.dumps(shown)}", flush=True)

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -22,12 +23,17 @@ import requests
 from PIL import Image
 
 from launch.server import metric, serving
+from tests.serving.client import Server
+from tests.serving.expectation import Oracle
 
 pytestmark = pytest.mark.server
 
 PAGE_TOKENS = 128
 TOP = 8
 """Alternatives asked for; more than could tie with the greedy token in bfloat16."""
+
+MEDIAN_ERROR = 0.05
+"""Of prompt log-probabilities in bfloat16; leaving out one layer's experts moves every row by 0.7 or more."""
 
 Prompt = Callable[..., list[int]]
 
@@ -328,3 +334,15 @@ def test_bench_serving_with_shared_prefixes_runs_without_a_network(
     result = json.loads(results.read_text())
     assert result["completed"] == groups * prompts, ended.stdout[-3000:]
     assert result["total_output_tokens"] == groups * prompts * output
+
+
+def test_bfloat16_log_probabilities_stay_near_float32(
+    served: Served, expected: Oracle, prompt: Prompt
+) -> None:
+    ids = prompt(1500)
+    answer = Server(served.url, Path()).complete(ids, logprob_start=0)
+    logprobs = expected.run(ids).logprobs
+    errors = [abs(value - float(logprobs[at - 1, ids[at]])) for at, value in answer.prompt_logprobs.items()]
+    assert len(errors) == len(ids) - 1
+    # Rounding moves an expert or a block here and there, so single errors are large; a wrong sum moves all.
+    assert statistics.median(errors) < MEDIAN_ERROR, statistics.median(errors)
