@@ -20,7 +20,7 @@ serve: setup
 	@bash launch/serve.sh
 
 test: setup
-	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest
+	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadfile
 
 lint: setup
 	@.venv/bin/ruff check .

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from launch.server import running
@@ -31,12 +31,11 @@ _COMMON = {
 
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**_COMMON),
-    "qwen3": Qwen3Config(**_COMMON),
     "qwen3-moe": Qwen3MoeConfig(
         **_COMMON, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True
     ),
 }
-"""Grouped-query attention and untied embeddings in all; the last has experts in every layer."""
+"""Grouped-query attention and untied embeddings; Qwen's also normalises queries and keys and has experts."""
 
 
 def build(name: str, directory: Path) -> PreTrainedModel:
