@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from sglang_m3.quantize import quantize_checkpoint
 from sglang_m3.tiny import tokenizer
 from sglang_m3.tiny.config import TinyConfig, generation_config, model_config, preprocessor_configs
 from sglang_m3.tiny.weights import tensor, tensor_specs
@@ -35,6 +36,9 @@ def build(
         folder = Path(scratch) / "checkpoint"
         folder.mkdir()
         _write(folder, config, report)
+        if config.quantize:
+            folder = quantize_checkpoint(folder, Path(scratch) / config.quantize)
+            report(f"quantised to {config.quantize}")
         if dest.exists() and any(dest.iterdir()):
             different = _difference(folder, dest)
             if different:

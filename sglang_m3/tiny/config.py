@@ -51,7 +51,9 @@ class TinyConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Storage type. The values are the same: every weight is representable in bfloat16."""
     shard_mb: int = 4
-    """Largest weight file in MiB (a single larger tensor gets a file of its own)."""
+    """Largest weight file in MiB (a single larger tensor gets a file of its own), before quantisation."""
+    quantize: Literal["mxfp8"] | None = None
+    """Format to quantise the checkpoint to, as `sglang_m3.quantize` does."""
 
     def __post_init__(self) -> None:
         rules = {
@@ -66,6 +68,9 @@ class TinyConfig:
                 and self.vision_hidden // self.vision_heads >= 12
             ),
             "dtype is bfloat16 or float32": self.dtype in ("bfloat16", "float32"),
+            "quantize is mxfp8 or nothing": self.quantize in (None, "mxfp8"),
+            "mxfp8 needs hidden and intermediate sizes that are multiples of 32": self.quantize is None
+            or (self.hidden | self.dense_intermediate | self.expert_intermediate) % 32 == 0,
             "sizes are positive": min(self.hidden, self.max_position, self.vision_layers, self.shard_mb) > 0,
         }
         broken = [rule for rule, holds in rules.items() if not holds]
