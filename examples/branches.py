@@ -49,6 +49,8 @@ def ask_in_branches(s, source: str, questions: tuple[str, ...], answer_tokens: i
     """Read the source once, then ask every question on top of it in a fork of its own."""
     s += sgl.system("You review source code.")
     s += sgl.user_begin() + "Here is a module.\n" + source
+    # The fork puts the text so far into the cache, once it is there.
+    s.sync()
     branches = s.fork(len(questions))
     for branch, question in zip(branches, questions):
         branch += "\n" + question

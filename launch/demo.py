@@ -15,7 +15,7 @@ SAVED = "sglang:m3_index_pages_saved_total"
 def main() -> None:
     print(f"starting SGLang with the tiny checkpoint; log: {LOG.relative_to(ROOT)}")
     with serving(LOG) as url:
-        # The first run fills the cache, as an agent's first turn does; the second is the one to look at.
+        # The first run fills the cache, as an agent's first turn does; the second finds it filled.
         for title in ("first run: the prefix is computed", "second run: the prefix is cached"):
             print(f"\n== {title}")
             _run_once(url)

@@ -170,6 +170,10 @@ SYMBOLS = (
         "thinking in the Messages endpoint",
         ("anthropic_request",),
     ),
+    Symbol(
+        "sglang.srt.entrypoints.openai.serving_chat._validate_minimax_m3_request",
+        "refusing unknown reasoning efforts",
+    ),
     Symbol("sglang.srt.configs.model_config.ModelConfig", "stopping M3 servers"),
     Symbol("sglang.srt.entrypoints.openai.protocol.ToolChoice", "enforcing tool calls while generating"),
     Symbol("sglang.srt.environ.envs.SGLANG_FORWARD_UNKNOWN_TOOLS", "calls of undeclared functions"),

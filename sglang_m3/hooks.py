@@ -6,6 +6,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_m3 import hardware
 from sglang_m3.attention import metrics, pool, workspace, wrapper
+from sglang_m3.parsing import requests
 from sglang_m3.platforms import cpu_experts, cpu_pool
 
 _REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
@@ -19,6 +20,7 @@ EVERYWHERE = (
     ("sglang.srt.mem_cache.memory_pool.MiniMaxSparseKVPool", pool.M3KVPool, HookType.REPLACE),
     (f"{_REPORTER}.report_decode_stats", metrics.around_decode_report, HookType.AROUND),
     (f"{_REPORTER}._maybe_log_idle_metrics", metrics.after_idle_report, HookType.AFTER),
+    *requests.HOOKS,
 )
 """(target, hook, type). Each acts for M3 models only."""
 

@@ -6,9 +6,9 @@ NAME = "minimax-m3"
 
 
 def register() -> None:
-    """Replaces SGLang's own detectors of the name `minimax-m3`; other names are left alone.
+    """Replaces SGLang's own detectors of the name `minimax-m3`.
 
-    May be called again. Imports SGLang's parsers, which takes seconds.
+    Other names are left alone. May be called again. Imports SGLang's parsers, which takes seconds.
     """
     register_reasoning()
     register_tool_calls()
