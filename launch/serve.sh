@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 tiny=${TINY:-.cache/tiny}
 .venv/bin/python -m sglang_m3.tiny "$tiny"
-# The tiny model's matrices are too small to share among threads.
+# The tiny model's matrices are too small to share among threads; an idle scheduler would keep a core busy.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec .venv/bin/python -m sglang.launch_server \
     --model-path "$tiny" \
@@ -18,5 +18,6 @@ exec .venv/bin/python -m sglang.launch_server \
     --max-total-tokens 65536 \
     --enable-metrics \
     --enable-cache-report \
+    --sleep-on-idle \
     --port "${PORT:-30000}" \
     "$@"

@@ -60,7 +60,7 @@ def build(name: str, directory: Path) -> PreTrainedModel:
 def server(checkpoint: Path, scratch: Path, *flags: str) -> Iterator[Server]:
     """Stock `sglang.launch_server` in float32, with whatever plugins are installed."""
     command = (sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint))
-    given = ("--dtype", "float32", "--skip-tokenizer-init", "--max-total-tokens", "4096")
+    given = ("--dtype", "float32", "--skip-tokenizer-init", "--max-total-tokens", "4096", "--sleep-on-idle")
     environ = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     with running((*command, *given, *flags), scratch / "server.log", environ, quiet=True) as url:
         yield Server(url, scratch)
