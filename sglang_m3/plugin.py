@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import logging
-
 from sglang_m3 import compat, hardware, settings
-
-logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """On hardware that the plugin serves, check SGLang and register every part; elsewhere do nothing.
+    """On hardware that the plugin serves, check SGLang and register every part.
+
+    Elsewhere only the provider for M3's server arguments is registered, which leaves them as they are and
+    says so in one log line.
 
     Raises:
         compat.MovedSymbolError: SGLang moved a symbol.
         settings.SettingError: a `SGLANG_M3_*` variable is wrong.
     """
-    if hardware.target() is None:
-        logger.debug("sglang-m3: neither a Hopper GPU nor a machine without one; SGLang is left as it is.")
-        return
-    compat.check()
-    settings.read()
+    served = hardware.target() is not None
+    if served:
+        compat.check()
+        settings.read()
 
     from sglang_m3 import overrides
 
     overrides.register()
+    if not served:
+        return
 
     from sglang_m3 import hooks
     from sglang_m3.parsing import register as parsers

@@ -81,7 +81,8 @@ def test_unsupported_hardware_registers_no_hook(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(hardware, "target", lambda: None)
     sglang_m3.register()
     assert not registered
-    assert providers(M3_ARCHITECTURES[0]) == []
+    (provider,) = providers(M3_ARCHITECTURES[0])
+    assert provider(SimpleNamespace(), SimpleNamespace()) == {}
 
 
 def test_settings_are_strict(tmp_path) -> None:
