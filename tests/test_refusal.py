@@ -89,6 +89,9 @@ def test_settings_are_strict(tmp_path) -> None:
     assert settings.read({}) == settings.Settings()
     assert settings.read({"SGLANG_M3_RECORD_BLOCKS": str(tmp_path)}).record_blocks == tmp_path
     assert settings.read({"SGLANG_M3_ALLOW_CUSTOM_AR": "1"}) == settings.Settings()
+    assert settings.read({"SGLANG_M3_INDEX_DTYPE": "fp8_e4m3"}).index_dtype == "fp8_e4m3"
+    with pytest.raises(settings.SettingError, match="SGLANG_M3_INDEX_DTYPE=fp8: pass one of bfloat16"):
+        settings.read({"SGLANG_M3_INDEX_DTYPE": "fp8"})
     with pytest.raises(settings.SettingError, match=r"SGLANG_M3_RECORD_BLOCKS=.*no such directory"):
         settings.read({"SGLANG_M3_RECORD_BLOCKS": str(tmp_path / "missing")})
     with pytest.raises(settings.SettingError, match="SGLANG_M3_RECORD"):

@@ -20,6 +20,8 @@ class Rows:
         position: `[T]` int32, absolute position (tokens, from 0) of the query token in its request.
             Ignored for padded rows.
 
+    Both are contiguous.
+
     A row sees the tokens `0 .. position` of its request, that is the blocks `0 .. position // 128`.
     The page table that goes with the rows is `[R, B]` int32: the physical page of each block of each
     request. Entries past a request's last visible block are never read and may hold anything.
@@ -31,6 +33,7 @@ class Rows:
     def __post_init__(self) -> None:
         assert self.request.shape == self.position.shape and self.request.dim() == 1
         assert self.request.device == self.position.device
+        assert self.request.is_contiguous() and self.position.is_contiguous()
 
     def __len__(self) -> int:
         return self.request.shape[0]

@@ -18,8 +18,10 @@ from sglang_m3.attention.counters import SelectionCounters
 from sglang_m3.attention.parameters import SelectionParameters
 from sglang_m3.attention.pool import M3KVPool
 from sglang_m3.attention.recorder import BlockRecorder
-from sglang_m3.attention.step import Step, make_step
+from sglang_m3.attention.step import Step, longest_of, make_step, table_sizes
+from sglang_m3.attention.warmup import warm_up
 from sglang_m3.attention.workspace import StepShape, Workspaces
+from sglang_m3.speculation import chain
 
 
 class M3SparseBackend(AttentionBackend):
@@ -40,6 +42,8 @@ class M3SparseBackend(AttentionBackend):
         metrics.publish_from(self.counters)
         record = settings.read().record_blocks
         self._recorder = BlockRecorder(record, max(self.sparse_layer_ids)) if record is not None else None
+        if runner.server_args.speculative_algorithm == "NGRAM":
+            chain.require_chains()
         shape = StepShape.of(
             runner.model_config,
             runner.server_args,
@@ -47,28 +51,39 @@ class M3SparseBackend(AttentionBackend):
             pages=self.token_to_kv_pool.size // BLOCK_TOKENS + 1,
         )
         self._workspaces = Workspaces.allocate(shape, runner.device)
-        self._context_tokens = int(runner.model_config.context_len)
-        self._longest: int | None = None
+        on_gpu = torch.device(runner.device).type == "cuda"
+        self._table_sizes = table_sizes(shape.blocks * BLOCK_TOKENS) if on_gpu else []
+        self._in_capture = False
+        if on_gpu:
+            pages = self.token_to_kv_pool.pages(self.sparse_layer_ids[0])
+            warm_up(shape, self.parameters, pages, self._workspaces, runner.dtype)
         self._step: Step | None = None
         self._chosen: Tensor | None = None
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         self.counters.unpublished = True
         self._step = None
-        # A captured step must do for every later length.
-        self._longest = self._context_tokens if in_capture else None
-        if forward_batch.forward_mode.is_extend():
+        self._in_capture = in_capture
+        if forward_batch.forward_mode.is_extend_without_speculative():
             self._make_step(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        if forward_batch.forward_mode.is_decode():
+        mode = forward_batch.forward_mode
+        if mode.is_decode() or mode.is_target_verify():
             self._make_step(forward_batch)
+
+    def _table_tokens(self, forward_batch: ForwardBatch) -> int:
+        if self._in_capture:
+            # A captured step must do for every later length.
+            return self._table_sizes[-1]
+        longest = longest_of(forward_batch)
+        return next((size for size in self._table_sizes if size >= longest), longest)
 
     def _make_step(self, forward_batch: ForwardBatch) -> None:
         self._step = make_step(
             forward_batch,
             self.req_to_token_pool.req_to_token,
-            longest=self._longest,
+            longest=self._table_tokens(forward_batch),
             workspace=self._workspaces.plan,
         )
         self._chosen = None

@@ -5,19 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from m3_kernels.rows import BLOCK_TOKENS
-from sglang.srt.configs.model_config import (
-    get_minimax_sparse_attention_config,
-    get_minimax_sparse_disable_value_layer_ids,
-    get_minimax_sparse_layer_ids,
-    get_minimax_sparse_score_type,
-    is_minimax_sparse,
-)
+from sglang.srt.configs.model_config import is_minimax_sparse
+
+from sglang_m3.config import M3Config
+from sglang_m3.overrides import SERVED
 
 
 def serves(model_config: Any) -> bool:
-    """Whether the plugin serves this model: M3 without quantisation. Others keep SGLang's own parts."""
-    return is_minimax_sparse(model_config.hf_config) and model_config.quantization is None
+    """Whether the plugin serves this model: M3 in BF16 or MXFP8. Others keep SGLang's own parts."""
+    return is_minimax_sparse(model_config.hf_config) and model_config.quantization in (None, *SERVED)
 
 
 @dataclass(frozen=True)
@@ -38,49 +34,10 @@ class SelectionParameters:
 
     @classmethod
     def from_hf_config(cls, hf_config: Any) -> SelectionParameters:
-        """Read `sparse_attention_config`.
+        """Read them from a configuration.
 
         Raises:
-            ValueError: the checkpoint asks for something that the plugin does not do; names the field.
+            ConfigError: the checkpoint asks for something that the plugin does not do; names the field.
         """
-        sparse = get_minimax_sparse_attention_config(hf_config)
-        block_tokens = sparse["sparse_block_size"]
-        if block_tokens != BLOCK_TOKENS:
-            raise ValueError(f"sparse_block_size is {block_tokens}; sglang-m3 serves {BLOCK_TOKENS} only")
-        score_type = get_minimax_sparse_score_type(sparse)
-        if score_type != "max":
-            raise ValueError(f"sparse_score_type is {score_type!r}; sglang-m3 serves 'max' only")
-        _, sparse_layers = get_minimax_sparse_layer_ids(sparse)
-        text = getattr(hf_config, "text_config", hf_config)
-        for name, of_main in (
-            ("sparse_num_index_heads", "num_key_value_heads"),
-            ("sparse_index_dim", "head_dim"),
-        ):
-            if sparse[name] != _read(text, of_main):
-                raise ValueError(
-                    f"{name} is {sparse[name]}, which must equal {of_main} ({_read(text, of_main)})"
-                )
-        with_values = sorted(set(sparse_layers) - set(get_minimax_sparse_disable_value_layer_ids(sparse)))
-        if with_values:
-            raise ValueError(
-                f"sparse_disable_index_value is 0 for layers {with_values}; index values are not supported"
-            )
-        init_blocks = sparse.get("sparse_init_block")
-        if init_blocks is None:
-            init_blocks = -(-sparse["sparse_init_tokens"] // BLOCK_TOKENS)
-        local_blocks = sparse.get("sparse_local_block")
-        if local_blocks is None:
-            # As SGLang reads it: the window may begin inside a block, which is then chosen as well.
-            local_blocks = -(-sparse["sparse_local_tokens"] // BLOCK_TOKENS) + 1
-        topk = sparse["sparse_topk_blocks"]
-        if init_blocks + local_blocks > topk:
-            raise ValueError(
-                f"sparse_init_block ({init_blocks}) and sparse_local_block ({local_blocks}) "
-                f"do not fit into sparse_topk_blocks ({topk})"
-            )
-        return cls(topk, init_blocks, local_blocks, tuple(sparse_layers))
-
-
-def _read(config: Any, name: str) -> Any:
-    """A field of a configuration, which transformers leaves a dict where it does not know the model type."""
-    return config[name] if isinstance(config, dict) else getattr(config, name)
+        config = M3Config.read(hf_config)
+        return cls(config.topk_blocks, config.init_blocks, config.local_blocks, config.sparse_layers)

@@ -11,6 +11,8 @@ from m3_kernels.rows import BLOCK_TOKENS, Rows
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import Tensor
 
+_SHORTEST_TABLE_TOKENS = 512 * BLOCK_TOKENS
+
 
 @dataclass(frozen=True)
 class Step:
@@ -28,16 +30,21 @@ class Step:
 
 
 def rows_of(forward_batch: ForwardBatch) -> Rows:
-    """The query tokens: one per request in decode, a chunk per request in extend.
+    """The query tokens: one per request in decode, a chunk per request in extend, a draft's in verify.
 
+    A draft is a chain (`sglang_m3.speculation.chain`), so its tokens are consecutive like those of a chunk.
     SGLang pads the decode batch of a CUDA graph with request slot 0, which no request ever has
     (`ReqToTokenPool`); such rows are padding here as well.
     """
     position = forward_batch.positions.int()
     request = torch.arange(forward_batch.req_pool_indices.shape[0], dtype=torch.int32, device=position.device)
     request = torch.where(forward_batch.req_pool_indices > 0, request, -1)
-    if forward_batch.forward_mode.is_decode():
+    mode = forward_batch.forward_mode
+    if mode.is_decode():
         return Rows(request, position)
+    if mode.is_target_verify():
+        tokens = forward_batch.spec_info.draft_token_num
+        return Rows(request.repeat_interleave(tokens), position)
     lengths = forward_batch.extend_seq_lens
     request = request.repeat_interleave(lengths, output_size=sum(forward_batch.extend_seq_lens_cpu))
     return Rows(request, position[: request.shape[0]])
@@ -53,19 +60,37 @@ def page_table_of(forward_batch: ForwardBatch, req_to_token: Tensor, longest: in
     return (first_slots // BLOCK_TOKENS).int()
 
 
+def table_sizes(context: int) -> list[int]:
+    """Tokens that page tables reach on a GPU outside graphs, ascending; the last one is `context`.
+
+    Few, because kernels are compiled for the width of the table.
+    """
+    sizes = []
+    while not sizes or sizes[-1] < context:
+        sizes.append(min(context, _SHORTEST_TABLE_TOKENS * 4 ** len(sizes)))
+    return sizes
+
+
+def longest_of(forward_batch: ForwardBatch) -> int:
+    """Tokens of the longest context of the step, a draft included, from SGLang's host copy of the lengths."""
+    longest = int(forward_batch.seq_lens_cpu.max())
+    if forward_batch.forward_mode.is_target_verify():
+        # The lengths end where the draft begins.
+        longest += forward_batch.spec_info.draft_token_num
+    return longest
+
+
 def make_step(
-    forward_batch: ForwardBatch, req_to_token: Tensor, *, longest: int | None = None, workspace: Tensor | None
+    forward_batch: ForwardBatch, req_to_token: Tensor, *, longest: int, workspace: Tensor | None
 ) -> Step:
     """Build the step without reading a device value.
 
     Args:
         forward_batch: SGLang's.
         req_to_token: `[slots of requests, context]` int32, SGLang's.
-        longest: tokens of the longest context; None: as `seq_lens_cpu` says. Required in a CUDA graph.
+        longest: tokens that the page table reaches, at least those of the longest context.
         workspace: of `plan_prefix`; the plan lies in it.
     """
-    if longest is None:
-        longest = int(forward_batch.seq_lens_cpu.max())
     rows = rows_of(forward_batch)
     page_table = page_table_of(forward_batch, req_to_token, longest)
     return Step(page_table, rows, m3_kernels.plan_prefix(page_table, rows, workspace=workspace))

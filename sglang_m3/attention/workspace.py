@@ -22,9 +22,9 @@ class StepShape:
     """The largest step of one rank, and the sizes of its sparse layers.
 
     Attributes:
-        rows: query tokens of a prefill chunk, or of a step at full concurrency if that is more.
+        rows: query tokens of a prefill chunk, or of a decode or verify step of all requests if that is more.
         requests: requests that run at the same time.
-        blocks: blocks of the longest context.
+        blocks: blocks of the longest context and a draft behind it.
         pages: pages of the KV pool.
         q_heads, kv_heads, index_heads: heads of this rank.
         head_dim: elements of a head.
@@ -49,11 +49,14 @@ class StepShape:
         longest_extend = chunk if chunk is not None and chunk > 0 else args.max_prefill_tokens
         parallel = get_parallel()
         ranks = parallel.attn_tp_size
+        draft_tokens = args.speculative_num_draft_tokens or 0
         sparse = get_minimax_sparse_attention_config(model_config.hf_config)
         return cls(
-            rows=longest_extend + (requests if args.enable_mixed_chunk else 0),
+            rows=max(
+                longest_extend + (requests if args.enable_mixed_chunk else 0), requests * max(1, draft_tokens)
+            ),
             requests=requests,
-            blocks=-(-int(model_config.context_len) // BLOCK_TOKENS),
+            blocks=-(-(int(model_config.context_len) + draft_tokens) // BLOCK_TOKENS),
             pages=pages,
             q_heads=model_config.num_attention_heads // ranks,
             kv_heads=model_config.get_num_kv_heads(ranks, parallel.attn_dcp_size),
@@ -80,12 +83,11 @@ class Workspaces:
 
 def bytes_needed(shape: StepShape) -> tuple[int, int, int]:
     """Bytes for plan, choice and attention of any step up to `shape`."""
-    rows = max(shape.rows, shape.requests)
     return (
-        workspace_bytes.plan_prefix(rows, shape.requests),
-        workspace_bytes.choose_blocks(rows, shape.index_heads, shape.blocks),
+        workspace_bytes.plan_prefix(shape.rows, shape.requests),
+        workspace_bytes.choose_blocks(shape.rows, shape.index_heads, shape.blocks),
         workspace_bytes.attend_blocks(
-            rows, shape.q_heads, shape.kv_heads, shape.head_dim, topk=shape.topk, pages=shape.pages
+            shape.rows, shape.q_heads, shape.kv_heads, shape.head_dim, topk=shape.topk, pages=shape.pages
         ),
     )
 

@@ -1,10 +1,11 @@
 """On a Hopper GPU: the model served by the plugin and by stock SGLang, against transformers.
 
-    python -m tests.serving.gpu_engine [--out FILE]
+    python -m tests.serving.gpu_engine [--out FILE] [--modes graph eager ...] [--together 4]
 
-Builds a seeded checkpoint with M3's head sizes, serves it in bfloat16 three times (plugin with CUDA graphs,
-plugin without and with its selections recorded, stock), and compares with transformers' own model in
-float32: the errors of log-probabilities, the overlap of chosen blocks, the tokens of graph and eager runs.
+Builds a seeded checkpoint with M3's head sizes, serves it in bfloat16 in several modes (`MODES`), some at a
+time, and compares each with transformers' own model in float32: the errors of log-probabilities, how far
+each chosen token is from the best one, and the overlap of recorded selections. `shadow` checks the operators
+against float64 on what the engine gives them. Every mode counts the kernels first met while it served.
 """
 
 from __future__ import annotations
@@ -16,29 +17,79 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import chain
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-PREFIX_TOKENS, TAIL_TOKENS, NEW_TOKENS, BRANCHES = 5000, 60, 48, 8
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Without a GPU `--modes eager shadow` still run, to try the script itself."""
+
+PREFIX_TOKENS, TAIL_TOKENS, NEW_TOKENS, BRANCHES = (5000, 60, 48, 8) if DEVICE == "cuda" else (600, 9, 3, 2)
+
 FLAGS = {
     "dtype": "bfloat16",
     "chunked_prefill_size": 2048,
     "max_total_tokens": 65536,
+    "max_running_requests": 16,
     "context_length": 16384,
-    "log_level": "warning",
+    "log_level": "info",
     "skip_tokenizer_init": True,
     "random_seed": 1,
     "page_size": 128,
+    "enable_fp32_lm_head": True,
+} | (
+    {
+        "attention_backend": "triton",
+        "sampling_backend": "pytorch",
+        "cuda_graph_max_bs_decode": 8,
+        "mem_fraction_static": 0.2,
+    }
+    if DEVICE == "cuda"
+    else {}
+)
+NGRAM = {
+    "speculative_algorithm": "NGRAM",
+    "speculative_ngram_max_bfs_breadth": 1,
+    "speculative_num_draft_tokens": 6,
 }
-GPU_FLAGS = {"attention_backend": "triton", "sampling_backend": "pytorch", "cuda_graph_max_bs_decode": 8}
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-"""Without a GPU `--modes eager` still runs, to try the script itself."""
+EAGER = {"disable_cuda_graph": True}
 
 
-def prompts(vocab: int) -> list[list[int]]:
+@dataclass(frozen=True)
+class Mode:
+    """One way to serve.
+
+    Attributes:
+        flags: of `sglang.Engine`, besides the common ones.
+        environ: environment variables.
+        records: whether the chosen blocks are recorded.
+    """
+
+    flags: dict[str, Any] = field(default_factory=dict)
+    environ: dict[str, str] = field(default_factory=dict)
+    records: bool = False
+
+
+MODES = {
+    "graph": Mode(),
+    "eager": Mode(EAGER, records=True),
+    "stock": Mode(environ={"SGLANG_PLUGINS": "none"}),
+    "stock-eager": Mode(EAGER, {"SGLANG_PLUGINS": "none"}),
+    "shadow": Mode(EAGER, {"SHADOW_CHECK": "1"}),
+    "ngram": Mode(NGRAM),
+    "ngram-eager": Mode(NGRAM | EAGER, {"SHADOW_CHECK": "1"}),
+    "flashinfer": Mode({"attention_backend": "flashinfer"}),
+    "fa3": Mode({"attention_backend": "fa3"}),
+    "index-fp8": Mode(EAGER, {"SGLANG_M3_INDEX_DTYPE": "fp8_e4m3"}, records=True),
+    "kv-fp8": Mode(EAGER | {"kv_cache_dtype": "fp8_e4m3"}, records=True),
+    "kv-fp8-stock": Mode({"kv_cache_dtype": "fp8_e4m3"}, {"SGLANG_PLUGINS": "none"}),
+}
+
+
+def prompts() -> list[list[int]]:
     """One prefix, eight tails: token ids of the standard library's source."""
     import inspect
     import random
@@ -47,7 +98,6 @@ def prompts(vocab: int) -> list[list[int]]:
 
     tokenizer = AutoTokenizer.from_pretrained(os.environ["M3_CHECKPOINT"])
     ids = tokenizer(inspect.getsource(inspect) + inspect.getsource(random))["input_ids"]
-    assert max(ids) < vocab
     tails = [ids[9000 + TAIL_TOKENS * i : 9000 + TAIL_TOKENS * (i + 1)] for i in range(BRANCHES)]
     return [ids[:PREFIX_TOKENS] + tail for tail in tails]
 
@@ -57,130 +107,150 @@ def serve(mode: str) -> dict[str, Any]:
     import sglang
 
     begin = time.monotonic()
-    flags = (
-        FLAGS
-        | (GPU_FLAGS if DEVICE == "cuda" else {})
-        | ({"disable_cuda_graph": True} if mode == "eager" else {})
-    )
-    engine = sglang.Engine(model_path=os.environ["M3_CHECKPOINT"], **flags)
-    started = time.monotonic() - begin
-    asked = prompts(10**9)
+    engine = sglang.Engine(model_path=os.environ["M3_CHECKPOINT"], **FLAGS | MODES[mode].flags)
+    ready = time.monotonic()
+    asked = prompts()
     engine.generate(input_ids=asked[0], sampling_params={"max_new_tokens": 1})
     request = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    answers, seconds = None, []
+    answers, seconds = [], []
     for _ in range(2):
-        begin = time.monotonic()
+        began = time.monotonic()
         answers = engine.generate(input_ids=asked, sampling_params=request, return_logprob=True)
-        seconds.append(round(time.monotonic() - begin, 3))
+        seconds.append(round(time.monotonic() - began, 3))
     result = {
-        "start_seconds": round(started, 1),
+        "start_seconds": round(ready - begin, 1),
         "batch_seconds": seconds,
+        "cached_tokens": sorted({answer["meta_info"]["cached_tokens"] for answer in answers}),
         "tokens": [answer["output_ids"] for answer in answers],
         "logprobs": [[v for v, _, _ in a["meta_info"]["output_token_logprobs"]] for a in answers],
-        "cached_tokens": [answer["meta_info"]["cached_tokens"] for answer in answers],
         "request_ids": [answer["meta_info"]["id"] for answer in answers],
+        "tokens_per_verify": [a["meta_info"].get("spec_accept_length") for a in answers][:1],
     }
     engine.shutdown()
+    findings = [json.loads(line) for line in Path(os.environ["SHADOW_FILE"]).read_text().splitlines()]
+    met = [f["kernel"] for f in findings if f["op"] == "compile" and f["at"] > ready]
+    result["kernels_first_met_while_serving"] = sorted(set(met))
+    chosen = [f for f in findings if f["op"] == "choose"]
+    attended = [f for f in findings if f["op"] == "attend"]
+    if chosen:
+        result["shadow"] = {
+            "calls": len(chosen),
+            "rows_and_heads_checked": sum(f["rows_checked"] for f in chosen),
+            "other_set_than_float64": sum(f["other_set"] for f in chosen),
+            "worst_relative_score": max(f["worst_relative"] for f in chosen),
+            "attention_error_max": max(f["worst"] for f in attended),
+            "attention_largest": max(f["largest"] for f in attended),
+        }
     return result
 
 
-def oracle_errors(results: dict[str, Any], record_dir: Path) -> dict[str, Any]:
-    """Errors of every mode against the float32 model, and the overlap of the recorded selections."""
-    from sglang_m3.attention import recorder
+def compare(results: dict[str, Any], records: Path) -> dict[str, Any]:
+    """Every mode against transformers' model in float32."""
     from tests import oracle
 
     model = oracle.load_oracle(os.environ["M3_CHECKPOINT"]).to(DEVICE)
-    torch.set_default_device(DEVICE)
+    asked = prompts()
     report: dict[str, Any] = {}
-    asked = prompts(10**9)
     for mode, result in results.items():
-        worst, total, count = 0.0, 0.0, 0
-        for ids, tokens, logprobs in zip(asked[:3], result["tokens"], result["logprobs"]):
-            run = oracle.run(model, [*ids, *tokens[:-1]])
-            want = run.logprobs[len(ids) - 1 :].gather(1, torch.tensor(tokens)[:, None])[:, 0]
-            error = (want - torch.tensor(logprobs)).abs()
-            worst, total, count = (
-                max(worst, float(error.max())),
-                total + float(error.sum()),
-                count + len(tokens),
-            )
-        report[mode] = {"logprob_error_max": worst, "logprob_error_mean": total / count}
-    run = oracle.run(model, [*asked[0], *results["eager"]["tokens"][0][:-1]])
-    same = chosen_total = 0
-    wanted_id = results["eager"]["request_ids"][0]
-    for step in recorder.load(record_dir):
-        if wanted_id not in step.request_ids:
-            continue
-        rows = torch.where(step.request.to(DEVICE) == step.request_ids.index(wanted_id))[0]
-        for layer, chosen in step.chosen.items():
-            got = chosen.to(DEVICE)[:, rows]
-            want = run.blocks[layer].to(DEVICE)[:, step.position.to(DEVICE)[rows].long()]
-            hit = (got[..., :, None] == want[..., None, :]) & (got[..., :, None] >= 0)
-            same, chosen_total = same + int(hit.sum()), chosen_total + int((want >= 0).sum())
-    report["recorded_selection_overlap"] = same / max(1, chosen_total)
-    report["recorded_blocks"] = chosen_total
+        error, regret = [], []
+        for number, ids in enumerate(asked[:3]):
+            tokens = result["tokens"][number]
+            with torch.device(DEVICE):
+                run = oracle.run(model, [*ids, *tokens[:-1]])
+                logprobs = run.logprobs[len(ids) - 1 :]
+                want = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+                error.append((want - torch.tensor(result["logprobs"][number])).abs())
+                regret.append(logprobs.amax(1) - want)
+                if number == 0 and MODES[mode].records:
+                    report[mode] = overlap(run.blocks, result["request_ids"][0], records / mode)
+        errors = torch.cat(error)
+        report.setdefault(mode, {}).update(
+            logprob_error_mean=float(errors.mean()),
+            logprob_error_max=float(errors.max()),
+            worst_distance_from_best_token=float(torch.cat(regret).max()),
+        )
     return report
+
+
+def overlap(oracle_blocks: dict[int, torch.Tensor], request_id: str, record_dir: Path) -> dict[str, Any]:
+    """How many of the oracle's blocks the request's recorded rows chose."""
+    from sglang_m3.attention import recorder
+
+    same = total = 0
+    for step in recorder.load(record_dir):
+        if request_id not in step.request_ids:
+            continue
+        rows = torch.where(step.request == step.request_ids.index(request_id))[0].cpu()
+        rows = rows[step.position.cpu()[rows] < oracle_blocks[min(oracle_blocks)].shape[1]]
+        for layer, chosen in step.chosen.items():
+            got = chosen.cpu()[:, rows]
+            want = oracle_blocks[layer].cpu()[:, step.position.cpu()[rows].long()]
+            hit = (got[..., :, None] == want[..., None, :]) & (got[..., :, None] >= 0)
+            same, total = same + int(hit.sum()), total + int((want >= 0).sum())
+    return {"blocks_recorded": total, "share_of_blocks_as_in_float32": same / max(1, total)}
+
+
+def child(mode: str, out: Path, scratch: Path, checkpoint: Path) -> dict[str, Any] | None:
+    """Run one mode, or the comparison, in a process; prints what it found, or how it failed."""
+    chosen = MODES.get(mode, Mode())
+    findings = scratch / f"{mode}.jsonl"
+    findings.touch()
+    environ = {
+        **os.environ,
+        "M3_CHECKPOINT": str(checkpoint),
+        "M3_RECORDS": str(scratch),
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.serving.shadow",
+        "SHADOW_FILE": str(findings),
+        **chosen.environ,
+    }
+    if chosen.records:
+        (scratch / mode).mkdir()
+        environ["SGLANG_M3_RECORD_BLOCKS"] = str(scratch / mode)
+    command = [sys.executable, "-m", "tests.serving.gpu_engine", "--mode", mode, "--out", str(out)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    log = done.stdout + done.stderr
+    (out.parent / f"{mode}.log").write_text(log)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        print(f"== {mode} failed ({done.returncode})\n{log[-2500:]}", flush=True)
+        return None
+    result = json.loads(lines[-1].removeprefix("RESULT "))
+    shown = {k: v for k, v in result.items() if k not in ("tokens", "logprobs", "request_ids")}
+    print(f"== {mode}: {json.dumps(shown)}", flush=True)
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mode", choices=("graph", "eager", "stock", "oracle"))
+    parser.add_argument("--mode", choices=(*MODES, "compare"), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("gpu_engine.json"))
-    parser.add_argument("--modes", nargs="+", default=["graph", "eager", "stock"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--together", type=int, default=1, help="modes that run at the same time")
     arguments = parser.parse_args()
     if arguments.mode is not None:
-        if arguments.mode == "oracle":
-            results = json.loads(arguments.out.read_text())
-            result = oracle_errors(results, Path(os.environ["M3_RECORD"]))
+        if arguments.mode == "compare":
+            result = compare(json.loads(arguments.out.read_text()), Path(os.environ["M3_RECORDS"]))
         else:
             result = serve(arguments.mode)
-        print("RESULT " + json.dumps(result))
+        print("\nRESULT " + json.dumps(result))
         return
     from sglang_m3.tiny import TinyConfig, build
 
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp())
-    record_dir = scratch / "blocks"
-    record_dir.mkdir()
     checkpoint = build(
         scratch / "m3", TinyConfig(hidden=512, heads=64, kv_heads=4, head_dim=128, topk_blocks=16)
     )
-    base = {**os.environ, "M3_CHECKPOINT": str(checkpoint), "M3_RECORD": str(record_dir)}
-    extra = {
-        "graph": {},
-        "eager": {"SGLANG_M3_RECORD_BLOCKS": str(record_dir)},
-        "stock": {"SGLANG_PLUGINS": "none"},
-        "oracle": {},
-    }
-    results: dict[str, Any] = {}
-    for mode in (*arguments.modes, "oracle"):
-        command = [
-            sys.executable,
-            "-m",
-            "tests.serving.gpu_engine",
-            "--mode",
-            mode,
-            "--out",
-            str(arguments.out),
-        ]
-        done = subprocess.run(command, env=base | extra[mode], capture_output=True, text=True)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        if not lines:
-            print(
-                f"== {mode} failed ({done.returncode})\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}",
-                flush=True,
-            )
-            sys.exit(f"{mode} failed")
-        results[mode] = json.loads(lines[-1].removeprefix("RESULT "))
-        shown = {k: v for k, v in results[mode].items() if k not in ("tokens", "logprobs", "request_ids")}
-        print(f"== {mode}: {json.dumps(shown)}", flush=True)
-        arguments.out.write_text(json.dumps(results))
-    if {"graph", "eager"} <= results.keys():
-        graph, eager = results["graph"], results["eager"]
-        tokens = zip(chain(*graph["tokens"]), chain(*eager["tokens"]))
-        logprobs = zip(chain(*graph["logprobs"]), chain(*eager["logprobs"]))
-        differ = sum(a != b for a, b in tokens)
-        largest = max(abs(a - b) for a, b in logprobs)
-        print(f"graph and eager: {differ} tokens differ, log-probabilities by at most {largest:.2e}")
+    with ThreadPoolExecutor(arguments.together) as pool:
+        answers = pool.map(lambda mode: child(mode, arguments.out, scratch, checkpoint), arguments.modes)
+        results = dict(zip(arguments.modes, answers))
+    served = {mode: result for mode, result in results.items() if result is not None}
+    arguments.out.write_text(json.dumps(served))
+    compared = child("compare", arguments.out, scratch, checkpoint)
+    arguments.out.write_text(json.dumps({"served": served, "compared": compared}))
+    failed = [mode for mode, result in results.items() if result is None]
+    if failed or compared is None:
+        sys.exit(f"failed: {', '.join(failed) or 'compare'}")
 
 
 if __name__ == "__main__":

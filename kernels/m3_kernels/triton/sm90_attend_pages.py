@@ -50,7 +50,7 @@ def _entry_page(
     return page, tl.minimum(position - block * BLOCK, BLOCK - 1), used
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_end", "pages"])
 def count_entries(
     chosen,
     chosen_head_stride,
@@ -127,7 +127,7 @@ def lay_out_pages(
         gdc_launch_dependents()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_end", "pages"])
 def list_entries(
     chosen,
     chosen_head_stride,
@@ -182,7 +182,7 @@ def list_entries(
         gdc_launch_dependents()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages"])
 def attend_pages(
     q,
     q_row_stride,
@@ -266,7 +266,7 @@ def attend_pages(
         gdc_launch_dependents()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_end"])
 def merge_pages(
     partial,
     partial_lse,

@@ -32,7 +32,7 @@ LOWEST = tl.constexpr(-1.0e30)
 """Start of a running maximum of base-2 logits: below them all, and finite so that differences are numbers."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["counter_total", "row_end"])
 def plan_unions(
     chosen,
     chosen_head_stride,
@@ -129,7 +129,7 @@ def plan_unions(
         gdc_launch_dependents()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def plan_dense(
     page_table,
     table_stride,
@@ -198,7 +198,7 @@ def _whole_step(
     return best, weight, attended
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_end", "tiles"])
 def attend_tiles(
     q,
     q_row_stride,

@@ -1,0 +1,1 @@
+"""Speculative decoding of M3."""
