@@ -16,7 +16,7 @@ from sglang_m3 import settings
 from sglang_m3.attention import metrics
 from sglang_m3.attention.counters import SelectionCounters
 from sglang_m3.attention.parameters import SelectionParameters
-from sglang_m3.attention.pool import M3KVPool
+from sglang_m3.attention.pool import M3KVPool, as_pages
 from sglang_m3.attention.recorder import BlockRecorder
 from sglang_m3.attention.step import Step, longest_of, make_step, table_sizes
 from sglang_m3.attention.warmup import warm_up
@@ -170,6 +170,46 @@ class M3SparseBackend(AttentionBackend):
             out=out[:row_count],
         )
         return None, out.flatten(1)
+
+    def attend_to_all(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> Tensor:
+        """Attention of one dense layer in a decode or verify step, to every visible token.
+
+        Args:
+            q: `[T, Hq * D]` or `[T, Hq, D]`, after normalisation and rotation, like k.
+            k, v: `[T, Hkv, D]`.
+
+        Returns:
+            `[T, Hq * D]`; padded rows give zeros.
+        """
+        step = self._step
+        assert step is not None and len(step.rows) == len(q), (step, q.shape)
+        if save_kv_cache:
+            self.token_to_kv_pool.set_kv_buffer(
+                layer, forward_batch.out_cache_loc, k, v, layer.k_scale_float, layer.v_scale_float
+            )
+        keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
+        q = q.view(len(q), -1, layer.head_dim)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        m3_kernels.attend_blocks(
+            q,
+            as_pages(keys),
+            as_pages(values),
+            step.page_table,
+            step.rows,
+            None,
+            scale=layer.scaling,
+            workspace=self._workspaces.attend,
+            out=out,
+        )
+        return out.flatten(1)
 
     def forward_extend(self, *args: Any, **kwargs: Any) -> tuple[None, Tensor]:
         return self.forward(*args, **kwargs)

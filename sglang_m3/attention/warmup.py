@@ -99,14 +99,15 @@ def _run(
         out=chosen,
     )
     q = zeros(shape.q_heads)
-    m3_kernels.attend_blocks(
-        q,
-        pages.k,
-        pages.v,
-        page_table,
-        step,
-        chosen,
-        scale=1.0,
-        workspace=workspaces.attend,
-        out=torch.empty_like(q),
-    )
+    for blocks_of_rows in (chosen, None) if rows <= shape.decode_rows else (chosen,):
+        m3_kernels.attend_blocks(
+            q,
+            pages.k,
+            pages.v,
+            page_table,
+            step,
+            blocks_of_rows,
+            scale=1.0,
+            workspace=workspaces.attend,
+            out=torch.empty_like(q),
+        )

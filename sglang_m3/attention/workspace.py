@@ -22,6 +22,7 @@ class StepShape:
     """The largest step of one rank, and the sizes of its sparse layers.
 
     Attributes:
+        decode_rows: query tokens of a decode or verify step of all requests.
         rows: query tokens of a prefill chunk, or of a decode or verify step of all requests if that is more.
         requests: requests that run at the same time.
         blocks: blocks of the longest context and a draft behind it.
@@ -32,6 +33,7 @@ class StepShape:
     """
 
     rows: int
+    decode_rows: int
     requests: int
     blocks: int
     pages: int
@@ -50,11 +52,11 @@ class StepShape:
         parallel = get_parallel()
         ranks = parallel.attn_tp_size
         draft_tokens = args.speculative_num_draft_tokens or 0
+        decode_rows = requests * max(1, draft_tokens)
         sparse = get_minimax_sparse_attention_config(model_config.hf_config)
         return cls(
-            rows=max(
-                longest_extend + (requests if args.enable_mixed_chunk else 0), requests * max(1, draft_tokens)
-            ),
+            rows=max(longest_extend + (requests if args.enable_mixed_chunk else 0), decode_rows),
+            decode_rows=decode_rows,
             requests=requests,
             blocks=-(-(int(model_config.context_len) + draft_tokens) // BLOCK_TOKENS),
             pages=pages,
@@ -86,8 +88,11 @@ def bytes_needed(shape: StepShape) -> tuple[int, int, int]:
     return (
         workspace_bytes.plan_prefix(shape.rows, shape.requests),
         workspace_bytes.choose_blocks(shape.rows, shape.index_heads, shape.blocks),
-        workspace_bytes.attend_blocks(
-            shape.rows, shape.q_heads, shape.kv_heads, shape.head_dim, topk=shape.topk, pages=shape.pages
+        max(
+            workspace_bytes.attend_blocks(
+                rows, shape.q_heads, shape.kv_heads, shape.head_dim, topk=topk, pages=shape.pages
+            )
+            for rows, topk in ((shape.rows, shape.topk), (shape.decode_rows, None))
         ),
     )
 

@@ -7,13 +7,15 @@ from typing import Any
 
 from sglang.srt.layers.attention.minimax_sparse_backend import MiniMaxHybridAttnBackend
 
-from sglang_m3 import hooks
+from sglang_m3 import hardware, hooks
 from sglang_m3.attention.backend import M3SparseBackend
+from sglang_m3.attention.hybrid import M3HybridBackend
 from sglang_m3.attention.parameters import serves
 
 
 def wrap_attention_backend(original: Callable[..., Any], runner: Any, full_attn_backend: Any) -> Any:
-    """Around `attn_backend_wrapper`: sparse layers get the plugin's backend, dense ones keep the chosen one.
+    """Around `attn_backend_wrapper`: sparse layers get the plugin's backend, dense ones keep the chosen one,
+    on Hopper for prefill only.
 
     What the plugin does not serve, start-up has refused or left to SGLang (`overrides.SERVED_BY_SGLANG`).
 
@@ -29,4 +31,6 @@ def wrap_attention_backend(original: Callable[..., Any], runner: Any, full_attn_
             f"SGLang did not apply sglang-m3's hooks on {', '.join(unapplied)}; see the log above"
         )
     sparse = M3SparseBackend(runner)
-    return MiniMaxHybridAttnBackend(full_attn_backend, sparse, sparse.sparse_layer_ids)
+    # Without a GPU the reference would serve dense layers more slowly than PyTorch's own attention.
+    hybrid = M3HybridBackend if hardware.target() == "sm90" else MiniMaxHybridAttnBackend
+    return hybrid(full_attn_backend, sparse, sparse.sparse_layer_ids)

@@ -14,7 +14,16 @@ from sglang_m3.attention.step import table_sizes
 from sglang_m3.attention.workspace import StepShape, Workspaces
 
 SHAPE = StepShape(
-    rows=300, requests=9, blocks=700, pages=3, q_heads=4, kv_heads=2, index_heads=2, head_dim=16, topk=4
+    rows=300,
+    decode_rows=9,
+    requests=9,
+    blocks=700,
+    pages=3,
+    q_heads=4,
+    kv_heads=2,
+    index_heads=2,
+    head_dim=16,
+    topk=4,
 )
 
 

@@ -79,6 +79,7 @@ MODES = {
     "stock": Mode(environ={"SGLANG_PLUGINS": "none"}),
     "stock-eager": Mode(EAGER, {"SGLANG_PLUGINS": "none"}),
     "shadow": Mode(EAGER, {"SHADOW_CHECK": "1"}),
+    "reference": Mode(EAGER, {"SHADOW_CHECK": "reference"}, records=True),
     "ngram": Mode(NGRAM),
     "ngram-eager": Mode(NGRAM | EAGER, {"SHADOW_CHECK": "1"}),
     "flashinfer": Mode({"attention_backend": "flashinfer"}),
@@ -169,7 +170,51 @@ def compare(results: dict[str, Any], records: Path) -> dict[str, Any]:
             logprob_error_max=float(errors.max()),
             worst_distance_from_best_token=float(torch.cat(regret).max()),
         )
+    if {"eager", "reference"} <= results.keys():
+        report["eager"]["against_reference_operators"] = against(results, "eager", "reference", records)
     return report
+
+
+def against(results: dict[str, Any], left: str, right: str, records: Path) -> dict[str, Any]:
+    """Two modes side by side: log-probabilities up to the first different token, and recorded blocks."""
+    ours, theirs = results[left], results[right]
+    largest, same_tokens = 0.0, 0
+    for left_tokens, right_tokens, left_logprobs, right_logprobs in zip(
+        ours["tokens"], theirs["tokens"], ours["logprobs"], theirs["logprobs"]
+    ):
+        differ = [a != b for a, b in zip(left_tokens, right_tokens)]
+        until = differ.index(True) if any(differ) else len(differ)
+        same_tokens += until
+        gaps = [abs(a - b) for a, b in zip(left_logprobs[:until], right_logprobs[:until])]
+        largest = max(largest, *gaps, 0.0)
+    chosen = {
+        mode: prompt_blocks(records / mode, result["request_ids"][0])
+        for mode, result in ((left, ours), (right, theirs))
+    }
+    rows = chosen[left].keys() & chosen[right].keys()
+    different = sum(not torch.equal(chosen[left][row], chosen[right][row]) for row in rows)
+    return {
+        "tokens_until_the_first_difference": same_tokens,
+        "tokens": sum(map(len, ours["tokens"])),
+        "logprob_difference_max": largest,
+        "prompt_rows_and_layers": len(rows),
+        "with_another_choice": different,
+    }
+
+
+def prompt_blocks(record_dir: Path, request_id: str) -> dict[tuple[int, int], torch.Tensor]:
+    """(layer, position) -> chosen blocks of a request's recorded prompt tokens."""
+    from sglang_m3.attention import recorder
+
+    found: dict[tuple[int, int], torch.Tensor] = {}
+    for step in recorder.load(record_dir):
+        if request_id not in step.request_ids:
+            continue
+        for row in torch.where(step.request == step.request_ids.index(request_id))[0].tolist():
+            position = int(step.position[row])
+            if position < PREFIX_TOKENS + TAIL_TOKENS:
+                found |= {(layer, position): blocks[:, row] for layer, blocks in step.chosen.items()}
+    return found
 
 
 def overlap(oracle_blocks: dict[int, torch.Tensor], request_id: str, record_dir: Path) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """Checks the operators against brute force inside a running engine, on what the engine gives them.
 
 SGLang imports the package that `SGLANG_EXTERNAL_MODEL_PACKAGE` names in its scheduler; importing this one
-puts checks around `m3_kernels.choose_blocks` and `attend_blocks`, where `SHADOW_CHECK` is 1, and notes when
-Triton compiles or loads a kernel. Findings are appended to `SHADOW_FILE` as JSON lines.
+puts checks around `m3_kernels.choose_blocks` and `attend_blocks` where `SHADOW_CHECK` is 1, and the reference
+operators in the kernels' place where it is `reference`. It also notes when Triton compiles or loads a kernel.
+Findings are appended to `SHADOW_FILE` as JSON lines.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import time
@@ -97,7 +99,8 @@ def attend_blocks(q, k, v, page_table, rows, chosen, *, scale, workspace, out):
         keys, values = _tokens(k, table, length), _tokens(v, table, length)
         block = torch.arange(length, device=q.device) // BLOCK_TOKENS
         for head in range(kv_heads):
-            visible = torch.isin(block, chosen[head, row])
+            everything = torch.ones_like(block, dtype=torch.bool)
+            visible = everything if chosen is None else torch.isin(block, chosen[head, row])
             heads = slice(head * group, (head + 1) * group)
             weights = (q[row, heads].double() @ keys[visible, head].T * scale).softmax(-1)
             want = weights @ values[visible, head]
@@ -107,8 +110,14 @@ def attend_blocks(q, k, v, page_table, rows, chosen, *, scale, workspace, out):
     return out
 
 
+OPERATORS = ("plan_prefix", "choose_blocks", "attend_blocks", "store_tokens")
+
 if os.environ.get("SHADOW_CHECK") == "1":
     m3_kernels.choose_blocks, m3_kernels.attend_blocks = choose_blocks, attend_blocks
+if os.environ.get("SHADOW_CHECK") == "reference":
+    for name in OPERATORS:
+        module = importlib.import_module(f"m3_kernels.reference.{name}")
+        setattr(m3_kernels, name, getattr(module, name))
 
 
 def _count_compiles() -> None:

@@ -1,0 +1,106 @@
+"""Dense layers share pages while decoding, and are the chosen dense backend's otherwise."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from m3_kernels.rows import Rows
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sglang_m3.attention.backend import M3SparseBackend
+from sglang_m3.attention.hybrid import M3HybridBackend
+from sglang_m3.attention.pool import M3KVPool
+from sglang_m3.attention.workspace import Workspaces
+
+DENSE_LAYER, SPARSE_LAYER = 0, 1
+
+
+class Recording:
+    """Stands for a backend: writes down what was asked of it."""
+
+    def __init__(self, name: str, calls: list[tuple[str, str]]) -> None:
+        self._name, self._calls = name, calls
+        self.kv_index_translator = None
+
+    def __getattr__(self, method: str):
+        if method.startswith("extend_dummy"):
+            return False
+        return lambda *args, **kwargs: self._calls.append((self._name, method))
+
+
+@pytest.mark.parametrize(
+    ("mode", "dense_layers"),
+    [
+        (ForwardMode.DECODE, "sparse"),
+        (ForwardMode.TARGET_VERIFY, "sparse"),
+        (ForwardMode.EXTEND, "dense"),
+        (ForwardMode.MIXED, "dense"),
+    ],
+)
+def test_a_dense_layers_backend_prepares_exactly_the_steps_that_it_serves(
+    mode: ForwardMode, dense_layers: str
+) -> None:
+    calls: list[tuple[str, str]] = []
+    hybrid = M3HybridBackend(Recording("dense", calls), Recording("sparse", calls), [SPARSE_LAYER])
+    batch = SimpleNamespace(forward_mode=mode, extend_seq_lens_cpu=None)
+    for prepare in (
+        hybrid.init_forward_metadata,
+        hybrid.init_forward_metadata_out_graph,
+        hybrid.init_forward_metadata_in_graph,
+    ):
+        calls.clear()
+        prepare(batch)
+        assert {name for name, _ in calls} == {"sparse", dense_layers}, calls
+    calls.clear()
+    hybrid.forward(None, None, None, SimpleNamespace(layer_id=SPARSE_LAYER), batch)
+    hybrid.forward(None, None, None, SimpleNamespace(layer_id=DENSE_LAYER), batch)
+    served = "attend_to_all" if dense_layers == "sparse" else "forward"
+    assert calls == [("sparse", "forward"), (dense_layers, served)]
+
+
+def test_a_dense_layer_attends_to_every_token_of_its_request() -> None:
+    heads, kv_heads, dim = 6, 2, 16
+    torch.manual_seed(3)
+    pool = M3KVPool(
+        size=512,
+        page_size=128,
+        dtype=torch.float32,
+        head_num=kv_heads,
+        head_dim=dim,
+        idx_head_dim=dim,
+        dense_layer_ids=[DENSE_LAYER],
+        sparse_layer_ids=[SPARSE_LAYER],
+        device="cpu",
+        disable_value_sparse_layer_ids=[SPARSE_LAYER],
+        start_layer=0,
+        end_layer=2,
+    )
+    for buffer in pool._buffers():
+        buffer.normal_()
+    # Two requests share page 3; their next tokens lie on pages of their own.
+    page_table = torch.tensor([[3, 1], [3, 2]], dtype=torch.int32)
+    position = torch.tensor([131, 128], dtype=torch.int32)
+    backend = object.__new__(M3SparseBackend)
+    backend.token_to_kv_pool = pool
+    backend._workspaces = Workspaces(*(torch.empty(0, dtype=torch.uint8) for _ in range(3)))
+    backend._step = SimpleNamespace(
+        page_table=page_table, rows=Rows(torch.tensor([0, 1], dtype=torch.int32), position)
+    )
+    layer = SimpleNamespace(
+        layer_id=DENSE_LAYER, head_dim=dim, scaling=0.25, k_scale_float=None, v_scale_float=None
+    )
+    slots = torch.tensor([1 * 128 + 3, 2 * 128 + 0])
+    q, k, v = torch.randn(2, heads * dim), torch.randn(2, kv_heads, dim), torch.randn(2, kv_heads, dim)
+    got = backend.attend_to_all(q, k, v, layer, SimpleNamespace(out_cache_loc=slots))
+    keys, values = pool.get_kv_buffer(DENSE_LAYER)
+    assert torch.equal(keys[slots], k) and torch.equal(values[slots], v)
+    for row in range(2):
+        used = torch.cat(
+            [torch.arange(3 * 128, 4 * 128), torch.arange(int(slots[row]) // 128 * 128, int(slots[row]) + 1)]
+        )
+        for head in range(heads):
+            weights = (keys[used, head // 3] @ q[row].view(heads, dim)[head] * 0.25).softmax(0)
+            want = weights @ values[used, head // 3]
+            torch.testing.assert_close(got[row].view(heads, dim)[head], want, atol=1e-5, rtol=1e-5)
