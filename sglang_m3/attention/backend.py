@@ -37,7 +37,9 @@ class M3SparseBackend(AttentionBackend):
         self.token_to_kv_pool: M3KVPool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
         self.parameters = SelectionParameters.from_hf_config(runner.model_config.hf_config)
-        self.sparse_layer_ids = list(self.parameters.sparse_layers)
+        # The pool has the layers of this pipeline stage.
+        stage = range(runner.layer_info.start_layer, runner.layer_info.end_layer)
+        self.sparse_layer_ids = [layer for layer in self.parameters.sparse_layers if layer in stage]
         self.counters = SelectionCounters(runner.device)
         metrics.publish_from(self.counters)
         record = settings.read().record_blocks

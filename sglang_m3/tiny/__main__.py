@@ -6,6 +6,8 @@ import argparse
 from dataclasses import fields
 from typing import get_type_hints
 
+from safetensors import SafetensorError
+
 from sglang_m3.tiny.build import build
 from sglang_m3.tiny.config import TinyConfig
 
@@ -28,6 +30,8 @@ def main() -> None:
         build(dest, TinyConfig(**arguments), report=print)
     except (ValueError, FileExistsError) as error:
         parser.error(str(error))
+    except (OSError, SafetensorError) as error:
+        parser.exit(1, f"{parser.prog}: cannot write {dest}, nothing is left of it: {error}\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,124 @@
+"""Token ids and models' names are checked for M3, and for M3 only."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_m3 import admission
+
+M3, OTHER = "MiniMaxM3SparseForConditionalGeneration", "LlamaForCausalLM"
+VOCAB = 1000
+
+
+def manager(architecture: str, **fields: Any) -> SimpleNamespace:
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]), vocab_size=VOCAB)
+    return SimpleNamespace(model_config=config, **fields)
+
+
+def validated(input_ids: Any, architecture: str = M3, **fields: Any) -> int:
+    """How often SGLang's own check was called."""
+    calls: list[Any] = []
+    request = {"input_embeds": None, "sampling_params": {}, "session_params": None, "top_logprobs_num": 0}
+    admission.around_validate_one_request(
+        lambda *given: calls.append(given),
+        manager(architecture),
+        SimpleNamespace(**request | fields),
+        input_ids,
+    )
+    return len(calls)
+
+
+@pytest.mark.parametrize("ids", [[0], [VOCAB - 1], [3, 1, 2] * 100])
+def test_ids_of_the_vocabulary_go_on_to_sglang(ids: list[int]) -> None:
+    assert validated(ids) == 1
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([VOCAB], f"token id {VOCAB} at position 0"),
+        ([0, 5, -1], "token id -1 at position 2"),
+        ([0] * 5000 + [VOCAB + 7] + [0, -3], f"token id {VOCAB + 7} at position 5000"),
+        ([2**63], "token id 9223372036854775808"),
+        ([2**70], "flat list of integers"),
+        ([1.0], "flat list of integers"),
+        ([True], "flat list of integers"),
+        (["1"], "flat list of integers"),
+        ([[1], [2]], "flat list of integers"),
+        ([[1], 2], "flat list of integers"),
+        ([], "empty"),
+        (None, "empty"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_other_ids_do_not(ids: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        validated(ids)
+    assert validated(ids, OTHER) == 1
+
+
+def test_what_is_right_elsewhere_goes_on() -> None:
+    assert validated([1], sampling_params={"stop_regex": "a+", "stop_token_ids": [0, VOCAB - 1]}) == 1
+    assert validated([1], sampling_params=None, top_logprobs_num=VOCAB) == 1
+
+
+def test_embeddings_and_a_continued_session_need_no_ids() -> None:
+    assert validated(None, input_embeds=[[0.5]]) == 1
+    assert validated([], session_params={"id": "x"}) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sampling_params": {"stop_token_ids": [1, VOCAB]}}, r"stop_token_ids .* at position 1"),
+        ({"top_logprobs_num": VOCAB + 1}, "top_logprobs must be 0 to 1000"),
+        ({"top_logprobs_num": -1}, "top_logprobs"),
+        ({"sampling_params": {"stop_regex": "("}}, r"stop_regex '\(' is no regular expression"),
+        ({"sampling_params": {"stop_regex": ["a+", "[b"]}}, r"stop_regex '\[b'"),
+    ],
+    ids=str,
+)
+def test_ids_elsewhere_in_a_request_are_checked(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        validated([1], **fields)
+    assert validated([1], OTHER, **fields) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "enable_lora", "served"),
+    [
+        ("tiny", M3, False, True),
+        ("/models/tiny", M3, False, True),
+        ("default", M3, False, True),
+        ("tiny:adapter", M3, False, True),
+        ("another", M3, False, False),
+        ("another:adapter", M3, False, False),
+        ("", M3, False, False),
+        ("adapter", M3, True, True),
+        ("another", OTHER, False, True),
+    ],
+)
+def test_models_names(name: str, architecture: str, enable_lora: bool, served: bool) -> None:
+    async def original(*_: Any) -> str:
+        return "served"
+
+    serving = SimpleNamespace(
+        tokenizer_manager=manager(
+            architecture,
+            served_model_name="tiny",
+            model_path="/models/tiny",
+            server_args=SimpleNamespace(enable_lora=enable_lora),
+        ),
+        create_error_response=lambda message, **fields: (message, fields),
+    )
+    request = SimpleNamespace(model=name)
+    answer = asyncio.run(admission.around_handle_request(original, serving, request, None))
+    if served:
+        assert answer == "served"
+    else:
+        message, fields = answer
+        assert repr(name) in message and "'tiny'" in message and fields["status_code"] == 404
