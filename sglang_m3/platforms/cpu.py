@@ -34,6 +34,13 @@ class M3CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def is_pin_memory_available(self, device: object = None) -> bool:
         return False
 
+    def get_torch_profiler_activity_str(self) -> str:
+        # The base class raises: without these two, `/start_profile` ends the scheduler.
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     def post_load_model(self, model: torch.nn.Module) -> None:
         # SGLang's tower for M3 takes bfloat16 pixels only, whatever the language model's dtype
         # (`minimax_vl_common.MiniMaxVLVisionTransformer.forward`).

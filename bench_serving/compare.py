@@ -1,0 +1,172 @@
+"""Starts variants of a server on this machine and measures the same load on each."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import urllib.error
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench_serving import server
+from bench_serving.corpus import Corpus
+from bench_serving.measure import Load, measure, warm_prefixes, warm_up
+from bench_serving.server import Variant
+from bench_serving.store import PointKey, Store, key
+from bench_serving.workload import Workload
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What to compare.
+
+    Attributes:
+        variants: at least one.
+        workloads: with the concurrencies to measure.
+        repeats: measurements of each point on one server, each with private text of its own.
+        rounds: how often each variant is started; every other round goes through them backwards, so that a
+            drift of the machine meets all alike.
+        together: start all variants at once and alternate between them at every point instead. For
+            machines that hold them all.
+        stop_after_seconds: start no further point after this; what is missing is measured by the next call.
+    """
+
+    variants: tuple[Variant, ...]
+    workloads: tuple[Workload, ...]
+    repeats: int
+    rounds: int
+    seed: int
+    together: bool = False
+    stop_after_seconds: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a comparison went.
+
+    Attributes:
+        complete: nothing is missing any more.
+        broken: why a variant has points missing, by its name: it did not start, or did not serve.
+    """
+
+    complete: bool
+    broken: dict[str, str]
+
+
+def run(comparison: Comparison, corpus: Corpus, store: Store) -> Result:
+    """Measure what `store` does not hold yet. A variant that breaks leaves the others to be measured."""
+    begin = time.monotonic()
+    broken: dict[str, str] = {}
+    loads = [
+        Load.of(variation, corpus, comparison.seed)
+        for workload in comparison.workloads
+        for variation in workload.variations()
+    ]
+    for number in range(comparison.rounds):
+        order = comparison.variants[:: 1 if number % 2 == 0 else -1]
+        groups = [order] if comparison.together else [(variant,) for variant in order]
+        for group in groups:
+            missing = {variant: _missing(comparison, loads, variant, number, store) for variant in group}
+            if not any(missing.values()):
+                continue
+            if time.monotonic() - begin > comparison.stop_after_seconds:
+                return Result(False, broken)
+            name = ", ".join(variant.name for variant in group)
+            try:
+                with _started(group, store.folder) as urls:
+                    for load in loads:
+                        if not _measure_load(comparison, load, urls, missing, number, store, begin):
+                            return Result(False, broken)
+            except (RuntimeError, urllib.error.URLError, ConnectionError) as error:
+                broken[name] = str(error)
+                print(f"{name} broke: {error}", flush=True)
+    return Result(not broken, broken)
+
+
+def _measure_load(
+    comparison: Comparison,
+    load: Load,
+    urls: dict[Variant, str],
+    missing: dict[Variant, set[PointKey]],
+    number: int,
+    store: Store,
+    begin: float,
+) -> bool:
+    """All points of one load on the servers that are up; False when time ran out."""
+
+    def keys(variant: Variant, concurrency: int) -> list[PointKey]:
+        made = [
+            key(variant.name, load.workload, concurrency, repeat=repeat, round=number, seed=comparison.seed)
+            for repeat in range(comparison.repeats)
+        ]
+        return [point for point in made if point in missing[variant]]
+
+    wanted = [variant for variant in urls if any(keys(variant, c) for c in load.workload.concurrency)]
+    for variant in wanted:
+        seconds = warm_prefixes(urls[variant], load)
+        print(f"{variant.name}: prefixes of {load.workload.name} cached in {seconds:.1f} s", flush=True)
+    for concurrency in load.workload.concurrency:
+        warmed: set[Variant] = set()
+        for repeat in range(comparison.repeats):
+            for variant in wanted:
+                points = [point for point in keys(variant, concurrency) if point.repeat == repeat]
+                if not points:
+                    continue
+                if time.monotonic() - begin > comparison.stop_after_seconds:
+                    return False
+                if variant not in warmed:
+                    passes = warm_up(urls[variant], load, concurrency)
+                    shown = ", ".join(f"{value:.2f}" for value in passes)
+                    print(f"{variant.name}: warm-up at {concurrency}: {shown} s", flush=True)
+                    warmed.add(variant)
+                title = f"{variant.name} {load.workload.name} at {concurrency}"
+                record, driven = measure(urls[variant], load, concurrency, repeat=repeat, title=title)
+                record |= server.capacity(urls[variant])
+                store.append(points[0], variant, record, driven.exchanges)
+                print(line(title, record), flush=True)
+    return True
+
+
+def _missing(
+    comparison: Comparison, loads: Sequence[Load], variant: Variant, number: int, store: Store
+) -> set[PointKey]:
+    wanted = {
+        key(variant.name, load.workload, concurrency, repeat=repeat, round=number, seed=comparison.seed)
+        for load in loads
+        for concurrency in load.workload.concurrency
+        for repeat in range(comparison.repeats)
+    }
+    return wanted - store.measured(variant)
+
+
+@contextlib.contextmanager
+def _started(variants: Sequence[Variant], folder: Path) -> Iterator[dict[Variant, str]]:
+    with contextlib.ExitStack() as stack:
+        yield {
+            variant: stack.enter_context(server.started(variant, folder / f"{variant.name}.log"))
+            for variant in variants
+        }
+
+
+def line(title: str, record: dict[str, Any]) -> str:
+    """A measured point for the terminal."""
+    if "median_ttft_ms" not in record:
+        return f"{title}: all {record['requests']} requests failed: {record['errors']}"
+    failed = f", {record['failed']} FAILED" if record["failed"] else ""
+    return (
+        f"{title}: {record['output_throughput']:.1f} tokens/s, "
+        f"first token {record['median_ttft_ms']:.1f} ms, per token {record['median_tpot_ms']:.2f} ms, "
+        f"cached {record['cached_share']:.0%}{failed}"
+    )
+
+
+def at(workload: Workload, concurrency: tuple[int, ...], per_slot: int | None, least: int | None) -> Workload:
+    """The workload with other concurrencies (none given: its own) and other numbers of sessions."""
+    return replace(
+        workload,
+        concurrency=concurrency or workload.concurrency,
+        requests_per_slot=per_slot or workload.requests_per_slot,
+        least_sessions=least or workload.least_sessions,
+    )

@@ -1,0 +1,47 @@
+"""What a measurement was made on, and with which code."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pynvml
+
+ROOT = Path(__file__).parent.parent
+MEASURED_CODE = ("sglang_m3", "kernels")
+
+
+@cache
+def gpus() -> tuple[Any, ...]:
+    """NVML's handles of the GPUs; none without a driver. Unlike CUDA, NVML takes no memory of them."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    return tuple(map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount())))
+
+
+@cache
+def machine() -> str:
+    """The machine and the versions that matter, in one line."""
+    names = [pynvml.nvmlDeviceGetName(gpu) for gpu in gpus()]
+    if names:
+        hardware = ", ".join(f"{names.count(name)} x {name}" for name in sorted(set(names)))
+    else:
+        hardware = f"no GPU, {os.cpu_count()} x {platform.machine()} cores"
+    return f"{hardware}; SGLang {version('sglang')}, torch {version('torch')}, Triton {version('triton')}"
+
+
+@cache
+def code() -> str:
+    """Eight hex digits of the plugin's and the operators' source."""
+    digest = hashlib.sha256()
+    for folder in MEASURED_CODE:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]

@@ -1,0 +1,160 @@
+"""Measures one point: a workload at one concurrency against a running server."""
+
+from __future__ import annotations
+
+import collections
+import urllib.parse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from sglang.benchmark.datasets.common import DatasetRow
+from sglang.benchmark.serving import calculate_metrics
+from tqdm import tqdm
+
+from bench_serving import client, server
+from bench_serving.corpus import Corpus
+from bench_serving.sessions import PrefixTree, Session, Turn, overlap, prefix_tree, sessions
+from bench_serving.workload import Workload
+
+WARM_OUTPUT_TOKENS = 16
+WARM_PASSES = 6
+STILL_IMPROVING = 0.9
+SHOWN_ERRORS = 3
+
+
+@dataclass(frozen=True)
+class Load:
+    """A workload's variation with its prefix tree, ready to be sent."""
+
+    workload: Workload
+    tree: PrefixTree
+    corpus: Corpus
+    seed: int
+
+    @classmethod
+    def of(cls, workload: Workload, corpus: Corpus, seed: int) -> Load:
+        return cls(workload, prefix_tree(workload, corpus, seed), corpus, seed)
+
+    def sessions(self, concurrency: int, label: str, count: int | None = None) -> tuple[Session, ...]:
+        """The sessions of a point. Another `label` gives other private text, so nothing of it is cached."""
+        return sessions(
+            self.workload,
+            self.tree,
+            self.corpus,
+            count=count or self.workload.sessions(concurrency),
+            seed=f"{self.seed} {self.workload.digest} {concurrency} {label}",
+        )
+
+
+def warm_prefixes(url: str, load: Load) -> float:
+    """Put every path of the prefix tree into the cache, one after the other; returns the seconds it took.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
+    turn = Turn(branches=((),), output_tokens=1, think_seconds=0.0)
+    paths = [Session(key, path, len(path), (turn,)) for key, path in enumerate(load.tree.paths)]
+    if not paths:
+        return 0.0
+    return _must_succeed(client.drive(url, paths, 1)).seconds
+
+
+def warm_up(url: str, load: Load, concurrency: int) -> list[float]:
+    """Send the point's kind of requests until compilation is over; returns the seconds of each pass.
+
+    A pass is one session per slot with short answers. It is over when a pass is no longer more than a tenth
+    faster than the one before, after `WARM_PASSES` at the latest.
+
+    Raises:
+        RuntimeError: a request failed.
+    """
+    seconds: list[float] = []
+    while len(seconds) < WARM_PASSES:
+        wave = load.sessions(concurrency, f"warm {len(seconds)}", count=concurrency)
+        short = [replace(session, turns=tuple(map(_short, session.turns))) for session in wave]
+        seconds.append(_must_succeed(client.drive(url, short, concurrency)).seconds)
+        if len(seconds) > 1 and seconds[-1] > STILL_IMPROVING * seconds[-2]:
+            break
+    return seconds
+
+
+def measure(
+    url: str, load: Load, concurrency: int, *, repeat: int = 0, title: str = ""
+) -> tuple[dict[str, Any], client.Drive]:
+    """Run one point; returns its record and the answers.
+
+    The record has the keys of SGLang's benchmark (times in ms, rates per second; failed requests are in none
+    of them) and: requests, failed, errors, overlap, cached tokens, the plugin's counters, peak memory, and
+    the CPU this tool used.
+    """
+    point = load.sessions(concurrency, f"repeat {repeat}")
+    total = sum(session.requests for session in point)
+    before = server.counters(url)
+    port = urllib.parse.urlparse(url).port or 80
+    with (
+        tqdm(total=total, desc=title, unit="request", leave=False, mininterval=1.0) as bar,
+        server.MemorySampler(port) as memory,
+    ):
+
+        def answered(exchange: client.Exchange) -> None:
+            bar.update()
+            if not exchange.output.success:
+                tqdm.write(f"failed: {exchange.output.error.strip().splitlines()[-1][:300]}")
+
+        driven = client.drive(url, point, concurrency, on_answer=answered)
+    grown = server.counters(url).since(before)
+    shared = overlap(load.tree, point)
+    outputs = [exchange.output for exchange in driven.exchanges]
+    served = [output for output in outputs if output.success]
+    prompt_tokens = sum(output.prompt_len for output in served)
+    cached_tokens = sum(output.cached_tokens for output in served)
+    errors = collections.Counter(
+        output.error.strip().splitlines()[-1][:300] for output in outputs if not output.success
+    )
+    record = {
+        "sessions": len(point),
+        "requests": total,
+        "failed": total - len(served),
+        "errors": dict(errors.most_common(SHOWN_ERRORS)),
+        "duration": driven.seconds,
+        "overlap": shared.fraction,
+        "prompt_tokens": prompt_tokens,
+        "cached_tokens": cached_tokens,
+        "cached_share": cached_tokens / max(1, prompt_tokens),
+        "index_pages_scored": grown.pages_scored,
+        "index_pages_saved": grown.pages_saved,
+        "index_rows": grown.rows,
+        "memory_kind": memory.memory.kind,
+        "peak_memory_bytes": memory.memory.peak_bytes,
+        "client_cpu_percent_per_100_requests_per_s": 100 * 100 * driven.client_cpu_seconds / total,
+    }
+    return record | (_metrics(outputs, driven.seconds) if served else {}), driven
+
+
+class _NoText:
+    """In a tokenizer's place: SGLang's metrics count the tokens of texts again, and ours are counted ids."""
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return []
+
+
+def _metrics(outputs: Sequence[client.RequestFuncOutput], seconds: float) -> dict[str, float]:
+    """SGLang's metrics over the successful requests."""
+    rows = [DatasetRow(None, output.prompt_len, output.output_len) for output in outputs]
+    metrics, _ = calculate_metrics(rows, list(outputs), seconds, _NoText(), "sglang")
+    record = {name: float(value) for name, value in asdict(metrics).items() if "retokenized" not in name}
+    gaps = sorted(gap for output in outputs if output.success for gap in output.itl)
+    record["p50_itl_ms"] = 1e3 * gaps[len(gaps) // 2] if gaps else 0.0
+    return record
+
+
+def _short(turn: Turn) -> Turn:
+    return replace(turn, output_tokens=min(turn.output_tokens, WARM_OUTPUT_TOKENS), think_seconds=0.0)
+
+
+def _must_succeed(driven: client.Drive) -> client.Drive:
+    failed = [exchange.output.error for exchange in driven.exchanges if not exchange.output.success]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(driven.exchanges)} warm-up requests failed: {failed[0]}")
+    return driven

@@ -1,0 +1,201 @@
+"""`python -m bench_serving.plan --gpu h200 --gpus 8 --weights mxfp8`: capacity of a node on paper.
+
+Prints one rank's memory, the tokens and sessions that fit, the bytes of a decode step and the least time a
+decode and an extend step can take (`bench_serving.cost_model`), and how far measured points are from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench_serving import one_rank
+from bench_serving.cost_model import GPUS, Gpu, Layout, Step, step_cost
+from sglang_m3.config import ConfigError, M3Config
+from sglang_m3.doctor.machine import TAKEN_BEFORE_WEIGHTS
+from sglang_m3.doctor.memory import ELEMENT_BYTES, Parallel, StepSizes, check_division, rank_memory
+from sglang_m3.doctor.published import NAMES, config_of
+
+CHUNK_TOKENS = 8192
+"""Rows of the largest step, which size the operators' workspaces (`--chunked-prefill-size`)."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measured step of an emulated rank of 8 on one H200, BF16.
+
+    Attributes:
+        seconds: of a decode step (`new_tokens` 1), or until the first token of all requests.
+    """
+
+    step: Step
+    seconds: float
+    source: str
+
+
+STOCK = "SGLang 0.5.23, 60,928 cached tokens and 512 new, 2026-11-30"
+MEASURED = tuple(
+    Measured(Step(requests, new, 60_928, 512, sharing=False), seconds, STOCK)
+    for new, times in ((1, (0.0104, 0.0194, 0.0467)), (512, (0.168, 0.432, 1.504)))
+    for requests, seconds in zip((1, 8, 32), times)
+)
+
+
+def memory_table(layout: Layout, gpu: Gpu, static_fraction: float, session: Step, requests: int) -> list[str]:
+    """Markdown lines: one rank's memory, and what fits; `requests` at most run at once."""
+    held = rank_memory(
+        layout.config,
+        layout.parallel,
+        weights=layout.weights,
+        free_bytes=gpu.memory_bytes - TAKEN_BEFORE_WEIGHTS,
+        static_fraction=static_fraction,
+        kv_element_bytes=layout.kv_element_bytes,
+        index_element_bytes=layout.index_element_bytes,
+        step=StepSizes(CHUNK_TOKENS, requests, session.context + CHUNK_TOKENS),
+    )
+    parts = {name.replace("_", " "): size for name, size in asdict(held.weights).items()}
+    lines = ["| one rank holds | GB |", "|---|---|"]
+    lines += [f"| {name} | {size / 1e9:.2f} |" for name, size in parts.items() if size]
+    lines += [
+        f"| **weights** | **{held.weights.total / 1e9:.1f}** of {gpu.memory_bytes / 1e9:.1f} |",
+        f"| operators' workspaces | {held.workspaces / 1e9:.2f} |",
+        f"| keys and values of 1,000 tokens | {held.kv_per_token / 1e6:.4f} |",
+        f"| index keys of 1,000 tokens | {held.index_per_token / 1e6:.4f} |",
+        "",
+    ]
+    if not held.tokens:
+        return [*lines, f"With a static fraction of {static_fraction:g} the weights leave room for no cache."]
+    sessions = max(0, held.tokens - session.shared_tokens) // session.private_tokens
+    return [
+        *lines,
+        f"With a static fraction of {static_fraction:g}: {held.tokens:,} tokens of cache, or one prefix of "
+        f"{session.shared_tokens:,} tokens and {sessions:,} sessions of {session.private_tokens:,} private "
+        "ones.",
+    ]
+
+
+def step_table(layout: Layout, gpu: Gpu, session: Step, concurrencies: Iterable[int], new: int) -> list[str]:
+    """Markdown lines: what a decode step reads, and the floors of decode and extend steps."""
+    lines = [
+        "| at once | read per decode step, GB | of it index keys, GB (unshared) | decode floor, ms"
+        f" (unshared) | tokens/s, at most | extend of {new} each, floor, ms |",
+        "|---|---|---|---|---|---|",
+    ]
+    for requests in concurrencies:
+        costs = {}
+        for sharing in (True, False):
+            step = Step(requests, 1, session.shared_tokens, session.private_tokens, sharing)
+            costs[sharing] = step_cost(layout, step)
+        shared, unshared = (costs[sharing].seconds(gpu, layout.weights) for sharing in (True, False))
+        extend = step_cost(layout, Step(requests, new, session.shared_tokens, new, sharing=True))
+        keys = [costs[sharing].bytes["index keys"] / 1e9 for sharing in (True, False)]
+        lines.append(
+            f"| {requests} | {sum(costs[True].bytes.values()) / 1e9:.1f} | {keys[0]:.2f} ({keys[1]:.2f}) "
+            f"| {shared * 1e3:.2f} ({unshared * 1e3:.2f}) | {requests / shared:,.0f} "
+            f"| {extend.seconds(gpu, layout.weights) * 1e3:.1f} |"
+        )
+    return lines
+
+
+def emulated_rank() -> Layout:
+    """`bench_serving.one_rank --of 8` in BF16."""
+    return Layout(M3Config.read(one_rank.config(one_rank.Rank(of=8))), Parallel())
+
+
+def check_table(measured: Iterable[Measured] = MEASURED) -> list[str]:
+    """Markdown lines: measured steps of the emulated rank beside their floors."""
+    layout, gpu = emulated_rank(), GPUS["h200"]
+    lines = [
+        "| measured | step | floor ms | measured ms | measured / floor |",
+        "|---|---|---|---|---|",
+    ]
+    for point in measured:
+        floor = step_cost(layout, point.step).seconds(gpu, layout.weights)
+        kind = "decode" if point.step.new_tokens == 1 else f"extend of {point.step.new_tokens}"
+        lines.append(
+            f"| {point.source} | {kind}, {point.step.requests} at once | {floor * 1e3:.2f} "
+            f"| {point.seconds * 1e3:.1f} | {point.seconds / floor:.1f} |"
+        )
+    return lines
+
+
+def measured_points(folder: Path) -> list[Measured]:
+    """The decode steps of a comparison's points, if it measured the emulated rank of 8.
+
+    The cost model takes median cached tokens as shared and the mean of the rest as private.
+    """
+    found = []
+    for line in (folder / "points.jsonl").read_text(encoding="utf-8").splitlines():
+        point = json.loads(line)
+        if "median_tpot_ms" not in point:
+            continue
+        served = point["requests"] - point["failed"]
+        private = round((point["prompt_tokens"] - point["cached_tokens"]) / served)
+        shared = round(point["cached_tokens"] / served)
+        sharing = point["index_pages_saved"] > 0
+        step = Step(point["max_concurrency"], 1, shared, private, sharing)
+        found.append(
+            Measured(step, point["median_tpot_ms"] / 1e3, f"{point['variant']}, {point['workload']}")
+        )
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench_serving.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--gpu", choices=sorted(GPUS), default="h200")
+    parser.add_argument("--gpus", type=int, default=8, help="tensor and expert parallel size")
+    parser.add_argument("--weights", choices=("bfloat16", "mxfp8"), default="bfloat16")
+    parser.add_argument("--kv-cache", choices=("bfloat16", "fp8_e4m3"), default="bfloat16")
+    parser.add_argument("--prefix", type=int, default=60_000, help="shared tokens")
+    parser.add_argument("--private", type=int, default=1_000, help="private tokens per session")
+    parser.add_argument("--new", type=int, default=512, help="new tokens of an extend step, per request")
+    parser.add_argument("--concurrency", default="1,8,16,32,64", metavar="N[,N]")
+    parser.add_argument("--static-fraction", type=float, default=0.8, help="of memory, for weights and cache")
+    parser.add_argument(
+        "--model-path", type=Path, help="folder with a config.json; default: the released model"
+    )
+    parser.add_argument(
+        "--check", type=Path, metavar="FOLDER", help="also against the points of a comparison"
+    )
+    chosen = parser.parse_args(arguments)
+    concurrencies = [int(number) for number in chosen.concurrency.split(",")]
+    if min(chosen.private, chosen.prefix, *concurrencies) < 1:
+        parser.error("--private, --prefix and --concurrency must be positive")
+    content = config_of(NAMES[0])
+    if chosen.model_path is not None:
+        content = json.loads((chosen.model_path / "config.json").read_text(encoding="utf-8"))
+    parallel = Parallel(tp=chosen.gpus, ep=chosen.gpus)
+    try:
+        config = M3Config.read(content)
+    except ConfigError as error:
+        parser.error(str(error))
+    undivided = check_division(config, parallel)
+    if undivided:
+        parser.error("; ".join(undivided))
+    gpu = GPUS[chosen.gpu]
+    layout = Layout(
+        config,
+        parallel,
+        weights=chosen.weights,
+        kv_element_bytes=ELEMENT_BYTES[chosen.kv_cache],
+    )
+    session = Step(1, 1, chosen.prefix, chosen.private, sharing=True)
+    print(f"# {chosen.gpus} x {gpu.name}, {chosen.weights} weights, {chosen.kv_cache} keys and values\n")
+    print(f"Rates: {gpu.bytes_per_second / 1e12:.1f} TB/s, {gpu.flops / 1e12:.0f} TFLOP/s ({gpu.source}).\n")
+    print("\n".join(memory_table(layout, gpu, chosen.static_fraction, session, max(concurrencies))))
+    print("\n" + "\n".join(step_table(layout, gpu, session, concurrencies, chosen.new)))
+    print("\nA floor leaves out launches, collectives, norms and sampling. Against the emulated rank:\n")
+    measured = (*MEASURED, *(measured_points(chosen.check) if chosen.check else ()))
+    print("\n".join(check_table(measured)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,54 @@
+"""The operator bench says what it cannot run and why, and times only what it was asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench_serving import operators
+from bench_serving.operators import Timing
+
+
+def test_without_an_sm90_gpu_every_family_is_skipped_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(operators, "target", lambda: "cpu")
+    assert operators.main(["--out", str(tmp_path / "rows.jsonl")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["family"] for row in rows] == list(operators.FAMILIES)
+    assert all(
+        row["note"].startswith("skipped: needs an sm90 GPU") and row["ours_us"] is None for row in rows
+    )
+    assert capsys.readouterr().out.count("skipped:") == len(operators.FAMILIES)
+
+
+def test_a_family_that_is_not_there_is_skipped_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "target", lambda: "sm90")
+    monkeypatch.setitem(operators.FAMILIES, "later", lambda: iter(()))
+    (row,) = operators.run(["later"], "")
+    assert "operators_later.py is not in this checkout" in row.note
+
+
+def test_only_the_cases_that_were_asked_for_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def case(name: str):
+        def time() -> Timing:
+            assert "decode" in name, "timed although not asked for"
+            return Timing("f", name, 10.0, 25.0, 4.0)
+
+        return name, time
+
+    monkeypatch.setattr(operators, "unavailable", lambda family: None)
+    monkeypatch.setitem(operators.FAMILIES, "f", lambda: map(case, ("decode, 1", "extend", "decode, 8")))
+    rows = list(operators.run(["f"], "decode"))
+    assert [row.case for row in rows] == ["decode, 1", "decode, 8"]
+    assert rows[0].line() == "| f | decode, 1 | 25.0 | 10.0 | 2.50x | 4.0 | 40% |  |"
+
+
+@pytest.mark.parametrize("family", sorted(operators.FAMILIES))
+def test_a_family_lists_its_cases_without_a_gpu(family: str) -> None:
+    names = [name for name, _ in operators.FAMILIES[family]()]
+    assert len(set(names)) == len(names) > 10
+    assert any(name.startswith("decode") for name in names)
+    assert any(name.startswith("extend") for name in names)
