@@ -31,6 +31,60 @@ class Symbol:
 
 _REASONING = "sglang.srt.parser.reasoning_parser"
 _CALLS = "sglang.srt.function_call"
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+
+_MODEL_FILE = (
+    "sglang.kernels.ops.attention.minimax_qknorm_rope.minimax_qknorm_rope_grouped",
+    "sglang.kernels.ops.gemm.tiny_gemm.can_use_tiny_gemm",
+    "sglang.kernels.ops.gemm.tiny_gemm.tiny_gemm_bf16",
+    "sglang.srt.eplb.expert_location.ModelConfigForExpertLocation",
+    "sglang.srt.layers.aux_hidden_states.AuxHiddenStateList",
+    "sglang.srt.layers.dp_attention.is_dp_attention_enabled",
+    "sglang.srt.layers.layer_boundary.append_stages",
+    "sglang.srt.layers.layer_boundary.declare_attn",
+    "sglang.srt.layers.layer_boundary.declare_ffn",
+    "sglang.srt.layers.layer_boundary.fusions.custom_all_reduce_fusion.CustomAllReduceFusion",
+    "sglang.srt.layers.layer_boundary.is_dense_ffn_fully_dp",
+    "sglang.srt.layers.layer_boundary.residual.batch.final_norm",
+    "sglang.srt.layers.layer_boundary.residual.batch.start",
+    "sglang.srt.layers.layer_boundary.residual.batch.to_pp",
+    "sglang.srt.layers.layer_boundary.stage.StageBoundary.exit",
+    "sglang.srt.layers.layer_boundary.stage.StageBoundary.finish",
+    "sglang.srt.layers.layer_boundary.stage.StageBoundary.from_pp",
+    "sglang.srt.layers.layer_boundary.stage.StageBoundary.prepare",
+    "sglang.srt.layers.layernorm.GemmaRMSNorm",
+    "sglang.srt.layers.linear.LinearParallelGroup",
+    "sglang.srt.layers.linear.ReplicatedLinear",
+    "sglang.srt.layers.linear.ReplicatedParallelGroup",
+    "sglang.srt.layers.linear.RowParallelLinear",
+    "sglang.srt.layers.logits_processor.LogitsProcessor",
+    "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE",
+    "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe.swiglu_no_interleaved_with_alpha_and_limit",
+    "sglang.srt.layers.moe.topk.TopK",
+    "sglang.srt.layers.quantization.mxfp4_flashinfer_trtllm_moe.register_fused_all_reduce_comm",
+    "sglang.srt.layers.rotary_embedding.get_rope",
+    "sglang.srt.layers.utils.PPMissingLayer",
+    "sglang.srt.layers.vocab_parallel_embedding.ParallelLMHead",
+    "sglang.srt.layers.vocab_parallel_embedding.VocabParallelEmbedding",
+    "sglang.srt.managers.mm_utils.general_mm_embed_routine",
+    "sglang.srt.managers.mm_utils.pad_mm_tokens",
+    "sglang.srt.managers.schedule_batch.MultimodalDataItem",
+    "sglang.srt.managers.schedule_batch.MultimodalInputs",
+    "sglang.srt.model_executor.forward_batch_info.PPProxyTensors",
+    "sglang.srt.model_executor.runner.get_is_capture_mode",
+    "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.is_in_breakable_cuda_graph",
+    "sglang.srt.model_loader.weight_utils.default_weight_loader",
+    "sglang.srt.models.minimax_vl_common.CLIPVisionConfig.from_dict",
+    "sglang.srt.models.minimax_vl_common.MiniMaxVLVisionModel",
+    "sglang.srt.models.minimax_vl_common.get_image_feature",
+    "sglang.srt.models.minimax_vl_common.get_video_feature",
+    "sglang.srt.models.utils.WeightsMapper",
+    "sglang.srt.runtime_context.get_exec",
+    "sglang.srt.runtime_context.get_mm",
+    "sglang.srt.runtime_context.get_stream",
+    "sglang.srt.utils.add_prefix",
+    "sglang.srt.utils.make_pp_layers",
+)
 
 SYMBOLS = (
     Symbol(
@@ -76,15 +130,26 @@ SYMBOLS = (
         "routing dense and sparse layers",
         ("dense_backend", "sparse_backend", "sparse_layer_ids"),
     ),
+    Symbol(
+        "sglang.srt.layers.attention.minimax_sparse_backend.MiniMaxHybridAttnBackend.init_forward_metadata",
+        "dense layers in decode",
+        ("forward_batch",),
+    ),
+    Symbol(
+        "sglang.srt.mem_cache.memory_pool.MiniMaxSparseKVPool.set_kv_buffer",
+        "storing dense layers' tokens",
+        ("layer", "loc", "cache_k", "cache_v", "k_scale", "v_scale"),
+    ),
+    Symbol("sglang.srt.model_executor.forward_batch_info.ForwardMode", "telling decode from prefill"),
     Symbol("sglang.srt.configs.model_config.is_minimax_sparse", "recognising M3"),
     Symbol(
         "sglang.srt.configs.model_config.get_minimax_sparse_attention_config", "block selection parameters"
     ),
-    Symbol("sglang.srt.configs.model_config.get_minimax_sparse_layer_ids", "which layers are sparse"),
     Symbol(
-        "sglang.srt.configs.model_config.get_minimax_sparse_disable_value_layer_ids", "refusing index values"
+        "sglang.srt.utils.hf_transformers.config.get_config",
+        "reading config.json and merging --json-model-override-args",
+        ("model", "trust_remote_code", "revision", "model_override_args", "model_config_parser"),
     ),
-    Symbol("sglang.srt.configs.model_config.get_minimax_sparse_score_type", "refusing other score types"),
     Symbol("sglang.srt.mem_cache.memory_pool.MiniMaxSparseKVPool", "KV and index key pool"),
     Symbol(
         "sglang.srt.mem_cache.memory_pool.MiniMaxSparseKVPool.set_fused_kv_index_buffer",
@@ -115,6 +180,33 @@ SYMBOLS = (
         ("pre_model_load_memory",),
     ),
     Symbol("sglang.srt.runtime_context.get_parallel", "heads per rank"),
+    Symbol("sglang.srt.runtime_context.get_server_args", "the dtype of index keys"),
+    Symbol(
+        "sglang.srt.mem_cache.memory_pool.get_minimax_sparse_index_dtype",
+        "the dtype of index keys",
+        ("fp8_attn_gemm", "kv_cache_dtype", "model_dtype"),
+    ),
+    Symbol(
+        "sglang.srt.mem_cache.kv_cache_configurator.get_minimax_sparse_index_dtype", "the dtype of index keys"
+    ),
+    Symbol(
+        "sglang.srt.model_executor.pool_configurator.get_minimax_sparse_index_dtype",
+        "the dtype of index keys in the memory budget",
+    ),
+    Symbol(
+        "sglang.kernels.ops.kvcache.cache_move.copy_all_layer_kv_cache_func",
+        "moving a draft's accepted tokens",
+        ("data_ptrs", "strides", "tgt_loc", "src_loc", "num_locs", "num_locs_upper", "kv_copy_config"),
+    ),
+    Symbol(
+        "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus.batch_get",
+        "drafts that are chains",
+        ("req_ids",),
+    ),
+    Symbol(
+        "sglang.srt.model_executor.forward_batch_info.ForwardMode.is_extend_without_speculative",
+        "telling drafts from chunks",
+    ),
     Symbol(
         "sglang.srt.mem_cache.kv_cache_configurator.reject_out_of_tree_path",
         "building M3's pool on the CPU platform",
@@ -174,6 +266,61 @@ SYMBOLS = (
         "sglang.srt.entrypoints.openai.serving_chat._validate_minimax_m3_request",
         "refusing unknown reasoning efforts",
     ),
+    Symbol(
+        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._validate_media_content",
+        "refusing unknown reasoning efforts",
+        ("request",),
+    ),
+    Symbol(
+        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat", "refusing unknown reasoning efforts"
+    ),
+    Symbol(
+        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._process_messages",
+        "thinking before forced calls",
+        ("request", "is_multimodal", "output_constrained"),
+    ),
+    Symbol(
+        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._effective_tools",
+        "thinking before forced calls",
+        ("request",),
+    ),
+    Symbol("sglang.srt.entrypoints.openai.protocol.MessageProcessingResult", "thinking before forced calls"),
+    Symbol(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        "answering requests that would end the scheduler",
+        ("obj", "input_ids"),
+    ),
+    Symbol("sglang.srt.arg_groups.memory_hook.get_device_memory_capacity", "the doctor"),
+    Symbol("sglang.srt.arg_groups.kv_shard_hook.get_device_memory_capacity", "the doctor"),
+    Symbol("sglang.srt.runtime_context.override_platform", "the doctor"),
+    Symbol("sglang.srt.plugins.load_plugins", "the doctor"),
+    Symbol("sglang.srt.server_args.ServerArgs", "the doctor"),
+    Symbol(
+        "sglang.srt.utils.server_args_config_parser.ConfigArgumentMerger.merge_config_with_args",
+        "the doctor",
+        ("cli_args",),
+    ),
+    Symbol("sglang.srt.server_args.ServerArgs.add_cli_args", "the doctor", ("parser",)),
+    Symbol("sglang.srt.server_args.ServerArgs.from_cli_args", "the doctor", ("args",)),
+    Symbol("sglang.srt.server_args.ServerArgs.resolve_once", "the doctor"),
+    Symbol("sglang.srt.managers.tokenizer_manager.TokenizerManager", "answering bad requests"),
+    Symbol(
+        "sglang.srt.entrypoints.http_server.launch_server",
+        "stopping before weights load when the port is taken",
+        ("server_args",),
+    ),
+    Symbol(
+        "sglang.srt.arg_groups.model_override_base.model_config_of",
+        "stopping before weights load when the port is taken",
+        ("server_args",),
+    ),
+    Symbol(
+        "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request",
+        "refusing other models' names",
+        ("request", "raw_request"),
+    ),
+    Symbol("sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase", "refusing other models' names"),
+    Symbol("sglang.srt.entrypoints.openai.protocol.DEFAULT_MODEL_NAME", "refusing other models' names"),
     Symbol("sglang.srt.configs.model_config.ModelConfig", "stopping M3 servers"),
     Symbol("sglang.srt.entrypoints.openai.protocol.ToolChoice", "enforcing tool calls while generating"),
     Symbol("sglang.srt.environ.envs.SGLANG_FORWARD_UNKNOWN_TOOLS", "calls of undeclared functions"),
@@ -192,6 +339,76 @@ SYMBOLS = (
     Symbol("sglang.srt.platforms.cpu.CpuDeviceMixin", "the CPU platform"),
     Symbol("sglang.srt.platforms.device_mixin.PlatformEnum.OOT", "the CPU platform"),
     Symbol("sglang.srt.environ.envs.SGLANG_OPT_USE_BF16_ROUTER_GEMM", "the router without a GPU"),
+    Symbol("sglang.srt.layers.quantization.QUANTIZATION_METHODS", "MXFP8"),
+    Symbol("sglang.srt.layers.quantization.base_config.QuantizationConfig.from_config", "MXFP8", ("config",)),
+    Symbol(
+        "sglang.srt.layers.quantization.base_config.QuantizationConfig.get_quant_method",
+        "MXFP8",
+        ("layer", "prefix"),
+    ),
+    Symbol(
+        "sglang.srt.layers.quantization.base_config.QuantizationConfig.override_quantization_method",
+        "MXFP8",
+        ("hf_quant_cfg", "user_quant"),
+    ),
+    Symbol("sglang.srt.layers.quantization.base_config.QuantizeMethodBase", "MXFP8"),
+    Symbol(
+        "sglang.srt.layers.quantization.base_config.LinearMethodBase.create_weights",
+        "MXFP8",
+        ("input_size_per_partition", "output_partition_sizes", "input_size", "output_size", "params_dtype"),
+    ),
+    Symbol(
+        "sglang.srt.layers.quantization.base_config.FusedMoEMethodBase.create_weights",
+        "MXFP8",
+        ("num_experts", "hidden_size", "intermediate_size_per_partition", "params_dtype"),
+    ),
+    Symbol(
+        "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.process_weights_after_loading",
+        "MXFP8 checkpoints with unquantised layers",
+        ("layer",),
+    ),
+    Symbol("sglang.srt.layers.linear.LinearBase", "MXFP8"),
+    Symbol("sglang.srt.layers.linear.QKVParallelLinear", "MXFP8"),
+    Symbol("sglang.srt.layers.linear.MergedColumnParallelLinear", "MXFP8"),
+    Symbol("sglang.srt.layers.moe.fused_moe_triton.FusedMoE.num_global_routed_experts", "MXFP8"),
+    Symbol(
+        "sglang.srt.layers.moe.fused_moe_triton.FusedMoE.weight_loader",
+        "MXFP8",
+        ("param", "loaded_weight", "weight_name", "shard_id", "expert_id"),
+    ),
+    Symbol(
+        "sglang.srt.layers.moe.fused_moe_triton.FusedMoE._map_global_expert_id_to_local_expert_id",
+        "MXFP8",
+        ("expert_id",),
+    ),
+    Symbol(
+        "sglang.srt.eplb.expert_location.get_global_expert_location_metadata", "MXFP8 with placed experts"
+    ),
+    Symbol("sglang.srt.layers.moe.token_dispatcher.standard.StandardDispatchOutput.topk_output", "MXFP8"),
+    Symbol("sglang.srt.layers.moe.token_dispatcher.standard.StandardCombineInput.hidden_states", "MXFP8"),
+    Symbol("sglang.srt.utils.set_weight_attrs", "MXFP8", ("weight", "weight_attrs")),
+    Symbol("sglang.srt.layers.deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM", "MXFP8 with many tokens"),
+    Symbol("sglang.srt.model_executor.runner.get_is_capture_mode", "MXFP8 with many tokens"),
+    Symbol("sglang.srt.layers.moe.get_moe_runner_backend", "how MXFP8 weights are kept"),
+    Symbol("sglang.srt.model_loader.weight_utils.initialize_dummy_weights", "dummy weights", ("model",)),
+    Symbol(
+        "sglang.srt.layers.deep_gemm_wrapper.gemm_nt_f8f8bf16",
+        "MXFP8 linears with many tokens",
+        ("lhs", "rhs", "out"),
+    ),
+    Symbol(
+        "sglang.srt.layers.deep_gemm_wrapper.grouped_gemm_nt_f8f8bf16_contig",
+        "MXFP8 experts with many tokens",
+        ("lhs", "rhs", "out", "m_indices"),
+    ),
+    Symbol("sglang.srt.model_loader.utils.get_model_architecture", "the model file", ("model_config",)),
+    Symbol(
+        f"{_UPDATER}.update_weights_from_disk",
+        "refusing weights that do not fit",
+        ("model_path", "load_format"),
+    ),
+    Symbol(f"{_UPDATER}.update_weights_from_tensor", "refusing weights that do not fit", ("named_tensors",)),
+    *(Symbol(path, "the model file") for path in _MODEL_FILE),
 )
 
 

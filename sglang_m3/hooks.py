@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import multiprocessing
+
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_m3 import hardware
+from sglang_m3 import admission, hardware, ports
 from sglang_m3.attention import metrics, pool, workspace, wrapper
-from sglang_m3.parsing import requests
+from sglang_m3.config import merge
+from sglang_m3.models import register as models
+from sglang_m3.models import updates
+from sglang_m3.parsing import requests, tool_choice
 from sglang_m3.platforms import cpu_experts, cpu_pool
+from sglang_m3.quantization import dummy
+from sglang_m3.speculation import chain
 
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
 
 EVERYWHERE = (
@@ -18,11 +26,29 @@ EVERYWHERE = (
         HookType.AROUND,
     ),
     ("sglang.srt.mem_cache.memory_pool.MiniMaxSparseKVPool", pool.M3KVPool, HookType.REPLACE),
+    (
+        "sglang.srt.model_loader.utils.get_model_architecture",
+        models.around_get_model_architecture,
+        HookType.AROUND,
+    ),
+    (f"{_UPDATER}.update_weights_from_disk", updates.around_update_from_disk, HookType.AROUND),
+    (f"{_UPDATER}.update_weights_from_tensor", updates.around_update_from_tensor, HookType.AROUND),
     (f"{_REPORTER}.report_decode_stats", metrics.around_decode_report, HookType.AROUND),
     (f"{_REPORTER}._maybe_log_idle_metrics", metrics.after_idle_report, HookType.AFTER),
+    (
+        "sglang.srt.model_loader.weight_utils.initialize_dummy_weights",
+        dummy.around_initialize_dummy_weights,
+        HookType.AROUND,
+    ),
     *requests.HOOKS,
+    *tool_choice.HOOKS,
+    *admission.HOOKS,
+    ("sglang.srt.utils.hf_transformers.config.get_config", merge.around_get_config, HookType.AROUND),
 )
 """(target, hook, type). Each acts for M3 models only."""
+
+INDEX_DTYPE = (pool.around_index_dtype, HookType.AROUND)
+"""SGLang's two callers, of the pool and of its budget, have imported the function by name."""
 
 ON_HOPPER = (
     (
@@ -30,6 +56,13 @@ ON_HOPPER = (
         workspace.around_profile_available_bytes,
         HookType.AROUND,
     ),
+    (
+        "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus.batch_get",
+        chain.around_batch_get,
+        HookType.AROUND,
+    ),
+    ("sglang.srt.mem_cache.kv_cache_configurator.get_minimax_sparse_index_dtype", *INDEX_DTYPE),
+    ("sglang.srt.model_executor.pool_configurator.get_minimax_sparse_index_dtype", *INDEX_DTYPE),
 )
 
 WITHOUT_GPU = (
@@ -47,7 +80,9 @@ WITHOUT_GPU = (
 
 
 def _active() -> tuple[tuple[str, object, HookType], ...]:
-    return EVERYWHERE + (WITHOUT_GPU if hardware.target() == "cpu" else ON_HOPPER)
+    # Only the process that was started by the user listens, and its target's module is slow to import.
+    listening = ports.HOOKS if multiprocessing.parent_process() is None else ()
+    return EVERYWHERE + listening + (WITHOUT_GPU if hardware.target() == "cpu" else ON_HOPPER)
 
 
 def register() -> None:

@@ -4,23 +4,50 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 from m3_kernels.rows import BLOCK_TOKENS
 
-from sglang_m3 import hardware, settings
+from sglang_m3 import checkpoint, hardware, settings
 from sglang_m3.architectures import M3_ARCHITECTURES
+from sglang_m3.config import ConfigError, M3Config
 
 logger = logging.getLogger(__name__)
 
 SERVED_BY_SGLANG = ("minimax_m3_nvfp4", "modelopt_mixed")
 """Quantisations of M3 that SGLang serves on Hopper itself; the plugin stays out of their way."""
 
+SERVED = ("mxfp8", "m3_mxfp8")
+"""Quantisations that the plugin serves: what users say, and what it is resolved to."""
+
+WITH_MXFP8 = {
+    "moe_runner_backend": ("auto", "deep_gemm", "triton"),
+    "moe_a2a_backend": ("none",),
+}
+"""Server argument -> the values that work with MXFP8 weights; all MoE runners mean the plugin's."""
+
 NOT_YET = {
-    "speculative_algorithm": (None,),
     "enable_hisparse": (False,),
     "enable_two_batch_overlap": (False,),
     "enable_pdmux": (False,),
+    "enable_single_batch_overlap": (False,),
+    "enable_lora": (None, False),
+    "lora_paths": (None,),
+    "moe_a2a_backend": ("none",),
+    "moe_dense_tp_size": (None,),
+    "moe_dp_size": (1,),
+    "dwdp_size": (1,),
+    "enable_eplb": (False,),
+    "ep_num_redundant_experts": (0,),
+    "init_expert_location": ("trivial",),
+    "expert_distribution_recorder_mode": (None,),
+    "enable_dp_attention": (False,),
+    "attn_dp_size": (1,),
+    "attn_cp_size": (1,),
+    "dcp_size": (1,),
+    "enable_prefill_cp": (False,),
+    "is_embedding": (False,),
 }
 """Server argument -> the values that work with the plugin."""
 
@@ -29,15 +56,14 @@ NOT_WITHOUT_GPU = {
     "prefill_attention_backend": (None, "torch_native"),
     "decode_attention_backend": (None, "torch_native"),
     "kv_cache_dtype": ("auto", "bfloat16", "bf16"),
-    "tp_size": (1,),
-    "pp_size": (1,),
-    "ep_size": (1,),
+    "speculative_algorithm": (None,),
     "dp_size": (1,),
 }
 
 NOT_ON_HOPPER_YET = {
     "dtype": ("auto", "bfloat16", "bf16"),
-    "kv_cache_dtype": ("auto", "bfloat16", "bf16"),
+    "kv_cache_dtype": ("auto", "bfloat16", "bf16", "fp8_e4m3"),
+    "speculative_algorithm": (None, "NGRAM"),
 }
 
 
@@ -60,6 +86,7 @@ def provide(server_args: Any, hf_config: Any) -> dict[str, Any]:
     Raises:
         UnsupportedError: with the flag and the way out. SGLang lets it propagate, so the server stops before
             weights load.
+        CheckpointError: a weight file is missing or cut short.
     """
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
@@ -72,22 +99,44 @@ def provide(server_args: Any, hf_config: Any) -> dict[str, Any]:
     if target == "sm90" and quantization in SERVED_BY_SGLANG:
         logger.info("sglang-m3: on Hopper %s is SGLang's own, and left to it.", quantization)
         return {}
-    if quantization is not None:
+    answer = _serve_mxfp8(args) if quantization in SERVED else {}
+    if quantization is not None and not answer:
         raise UnsupportedError(
-            f"quantization {quantization} of MiniMax-M3 is not supported on {_name(target)} yet; "
-            "serve the BF16 checkpoint without --quantization"
+            f"quantization {quantization} of MiniMax-M3 is not supported on {_name(target)}; "
+            "serve the BF16 checkpoint, without --quantization or with --quantization mxfp8"
         )
     _check_checkpoint(hf_config)
+    _check_weight_files(args)
     _check_chunks(args, target)
     _refuse(args, NOT_YET, "with sglang-m3 yet")
+    _check_ranks(args)
     if target == "sm90":
         _refuse(args, NOT_ON_HOPPER_YET, "on Hopper with sglang-m3 yet")
         _check_graphs(args)
-        return {"page_size": BLOCK_TOKENS}
+        _check_speculation(args)
+        return answer | {"page_size": BLOCK_TOKENS}
     # What the user gave: by now SGLang has filled in its own CPU engine's backend where nothing was given.
     _refuse(server_args, NOT_WITHOUT_GPU, "without a GPU, and there is none")
-    _prepare_environment()
-    return {"page_size": BLOCK_TOKENS, "attention_backend": "torch_native"}
+    if settings.read().index_dtype != "bfloat16":
+        raise UnsupportedError(
+            "SGLANG_M3_INDEX_DTYPE has no effect without a GPU, and there is none; unset it"
+        )
+    _prepare_environment(args.tp_size * args.pp_size)
+    return answer | {"page_size": BLOCK_TOKENS, "attention_backend": "torch_native"}
+
+
+def _serve_mxfp8(args: Any) -> dict[str, Any]:
+    """MXFP8 under the name of the plugin's own method, to which SGLang's rules for `mxfp8` do not apply.
+
+    SGLang's rules would replace most MoE runners by one for Blackwell.
+    """
+    from sglang_m3.quantization.config import METHOD
+    from sglang_m3.quantization.layout import has_deep_gemm
+
+    _refuse(args, WITH_MXFP8, "for MXFP8 weights with sglang-m3")
+    if settings.read().mxfp8 == "fast" and hardware.target() == "sm90" and not has_deep_gemm():
+        raise UnsupportedError("SGLANG_M3_MXFP8=fast needs DeepGEMM (sgl-deep-gemm); install it or use exact")
+    return {"quantization": METHOD}
 
 
 def _quantization(server_args: Any, hf_config: Any) -> str | None:
@@ -105,12 +154,17 @@ def _quantization(server_args: Any, hf_config: Any) -> str | None:
 
 
 def _check_checkpoint(hf_config: Any) -> None:
-    from sglang_m3.attention.parameters import SelectionParameters
-
     try:
-        SelectionParameters.from_hf_config(hf_config)
-    except ValueError as error:
+        M3Config.read(hf_config)
+    except ConfigError as error:
         raise UnsupportedError(f"this checkpoint's config.json: {error}") from error
+
+
+def _check_weight_files(args: Any) -> None:
+    """A checkpoint that is here must be whole; one that is to be downloaded cannot be checked yet."""
+    folder = Path(args.model_path)
+    if args.load_format in ("auto", "safetensors") and any(folder.glob("*.safetensors*")):
+        checkpoint.check_files(folder)
 
 
 def _check_chunks(args: Any, target: hardware.Target) -> None:
@@ -133,6 +187,14 @@ def _check_chunks(args: Any, target: hardware.Target) -> None:
         )
 
 
+def _check_ranks(args: Any) -> None:
+    if args.tp_size > 1 and args.pp_size > 1:
+        raise UnsupportedError(
+            f"--tp-size {args.tp_size} with --pp-size {args.pp_size} has not been tried with sglang-m3 yet; "
+            "use one of them"
+        )
+
+
 def _check_graphs(args: Any) -> None:
     if args.cuda_graph_backend_prefill == "full":
         raise UnsupportedError(
@@ -140,6 +202,15 @@ def _check_graphs(args: Any) -> None:
         )
     if settings.read().record_blocks is not None and not args.disable_cuda_graph:
         raise UnsupportedError("SGLANG_M3_RECORD_BLOCKS needs --disable-cuda-graph on a GPU; add the flag")
+
+
+def _check_speculation(args: Any) -> None:
+    breadth = args.speculative_ngram_max_bfs_breadth
+    if args.speculative_algorithm == "NGRAM" and breadth > 1:
+        raise UnsupportedError(
+            f"--speculative-ngram-max-bfs-breadth {breadth}: sglang-m3 verifies drafts that are chains, not "
+            "trees; pass --speculative-ngram-max-bfs-breadth 1"
+        )
 
 
 def _refuse(args: Any, working: dict[str, tuple[Any, ...]], where: str) -> None:
@@ -151,7 +222,7 @@ def _refuse(args: Any, working: dict[str, tuple[Any, ...]], where: str) -> None:
             )
 
 
-def _prepare_environment() -> None:
+def _prepare_environment(ranks: int) -> None:
     """Environment of the processes that SGLang is about to start on a machine without a GPU."""
     from sglang.srt.environ import envs
 
@@ -160,6 +231,13 @@ def _prepare_environment() -> None:
         envs.SGLANG_OPT_USE_BF16_ROUTER_GEMM.set(False)
     # Small functions that SGLang compiles cost minutes of compiler time and are not worth it here.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if ranks > 1:
+        # SGLang wants a NUMA node for each rank, or to be told which cores each may use.
+        cores = sorted(os.sched_getaffinity(0))
+        share = max(1, len(cores) // ranks)
+        shares = [cores[rank * share % len(cores) :][:share] for rank in range(ranks)]
+        bound = "|".join(",".join(map(str, own)) for own in shares)
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bound)
 
 
 def _name(target: hardware.Target) -> str:

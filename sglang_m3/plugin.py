@@ -28,6 +28,8 @@ def register() -> None:
 
     from sglang_m3 import hooks
     from sglang_m3.parsing import register as parsers
+    from sglang_m3.quantization import register as quantization
 
     hooks.register()
     parsers.register()
+    quantization.register()

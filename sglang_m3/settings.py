@@ -29,12 +29,17 @@ class Settings:
         index_dtype: `SGLANG_M3_INDEX_DTYPE`, the dtype of cached index keys: `bfloat16`, whatever the dtype
             of K and V, or `fp8_e4m3`, each key rounded once; half the memory traffic of a decode step's
             scoring for some other blocks. On Hopper only.
+        mxfp8: `SGLANG_M3_MXFP8`, how MXFP8 weights are kept (`sglang_m3.quantization.layout`): `exact`,
+            `fast`, or `auto`: `fast` with `--moe-runner-backend deep_gemm` where DeepGEMM is there, else
+            `exact`.
     """
 
     record_blocks: Path | None = None
     index_dtype: str = "bfloat16"
+    mxfp8: str = "auto"
 
 
+MXFP8_LAYOUTS = ("auto", "exact", "fast")
 INDEX_DTYPES = ("bfloat16", "fp8_e4m3")
 
 
@@ -44,7 +49,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
     Raises:
         SettingError: an unknown variable of the prefix, or a value that does not fit; it names the variable.
     """
-    known = {f"{PREFIX}RECORD_BLOCKS", f"{PREFIX}INDEX_DTYPE"}
+    known = {f"{PREFIX}RECORD_BLOCKS", f"{PREFIX}INDEX_DTYPE", f"{PREFIX}MXFP8"}
     unknown = {name for name in environ if name.startswith(PREFIX)} - known - UPSTREAM_NAMES
     if unknown:
         raise SettingError(
@@ -56,4 +61,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Settings:
     index_dtype = environ.get(f"{PREFIX}INDEX_DTYPE", "bfloat16")
     if index_dtype not in INDEX_DTYPES:
         raise SettingError(f"{PREFIX}INDEX_DTYPE={index_dtype}: pass one of {', '.join(INDEX_DTYPES)}")
-    return Settings(None if record is None else Path(record), index_dtype)
+    mxfp8 = environ.get(f"{PREFIX}MXFP8", "auto")
+    if mxfp8 not in MXFP8_LAYOUTS:
+        raise SettingError(f"{PREFIX}MXFP8={mxfp8}: pass one of {', '.join(MXFP8_LAYOUTS)}")
+    return Settings(None if record is None else Path(record), index_dtype, mxfp8)

@@ -17,14 +17,15 @@ from sglang_m3.tiny import TinyConfig, build
 from sglang_m3.tiny.config import model_config
 
 DEFAULTS = {
+    "model_path": "MiniMaxAI/MiniMax-M3",
+    "load_format": "auto",
     "page_size": None,
     "chunked_prefill_size": 8192,
     "quantization": None,
     "speculative_algorithm": None,
+    "speculative_ngram_max_bfs_breadth": 10,
     "_quantization_explicitly_unset": False,
-    "enable_hisparse": False,
-    "enable_two_batch_overlap": False,
-    "enable_pdmux": False,
+    **{name: values[0] for name, values in overrides.NOT_YET.items()},
     "cuda_graph_backend_prefill": None,
     "disable_cuda_graph": False,
     "dtype": "auto",
@@ -36,6 +37,8 @@ DEFAULTS = {
     "pp_size": 1,
     "ep_size": 1,
     "dp_size": 1,
+    "moe_runner_backend": "auto",
+    "moe_a2a_backend": "none",
 }
 
 
@@ -70,10 +73,19 @@ def test_page_size_128_is_set_without_the_flag_and_accepted_with_it(target: str)
         ({"page_size": 1}, r"--page-size 1: "),
         ({"page_size": 256}, r"--page-size 256: "),
         ({"chunked_prefill_size": 1000}, r"--chunked-prefill-size 1000 .*pass 896"),
-        ({"quantization": "mxfp8"}, r"mxfp8 of MiniMax-M3 is not supported .* without --quantization"),
+        ({"quantization": "fp8"}, r"fp8 of MiniMax-M3 is not supported .* without --quantization"),
+        (
+            {"quantization": "mxfp8", "moe_runner_backend": "flashinfer_trtllm"},
+            r"--moe-runner-backend flashinfer_trtllm .*leave the flag out",
+        ),
+        ({"quantization": "mxfp8", "moe_a2a_backend": "deepep"}, r"--moe-a2a-backend deepep "),
         ({"speculative_algorithm": "EAGLE3"}, r"--speculative-algorithm EAGLE3 .*leave the flag out"),
         ({"enable_hisparse": True}, r"--enable-hisparse .*leave the flag out"),
         ({"enable_two_batch_overlap": True}, r"--enable-two-batch-overlap .*leave the flag out"),
+        ({"enable_lora": True}, r"--enable-lora .*leave the flag out"),
+        ({"moe_a2a_backend": "deepep"}, r"--moe-a2a-backend deepep .*leave the flag out"),
+        ({"attn_cp_size": 2}, r"--attn-cp-size 2 .*leave the flag out"),
+        ({"tp_size": 2, "pp_size": 2}, r"--tp-size 2 with --pp-size 2 has not been tried .*use one of them"),
     ],
     ids=str,
 )
@@ -108,7 +120,7 @@ def test_checkpoints_that_cannot_work_are_refused_by_field(target: str, sparse: 
         ),
         ({"decode_attention_backend": "fa3"}, r"--decode-attention-backend fa3 is not supported without"),
         ({"kv_cache_dtype": "fp8_e4m3"}, r"--kv-cache-dtype fp8_e4m3"),
-        ({"tp_size": 2}, r"--tp-size 2"),
+        ({"speculative_algorithm": "NGRAM"}, r"--speculative-algorithm NGRAM"),
         ({"dp_size": 2}, r"--dp-size 2"),
     ],
     ids=str,
@@ -124,7 +136,11 @@ def test_what_needs_a_gpu_is_refused_without_one(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"kv_cache_dtype": "fp8_e4m3"}, r"--kv-cache-dtype fp8_e4m3 .*on Hopper"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, r"--kv-cache-dtype fp8_e5m2 .*on Hopper"),
+        (
+            {"speculative_algorithm": "NGRAM"},
+            r"breadth 10: .*pass --speculative-ngram-max-bfs-breadth 1",
+        ),
         ({"dtype": "float32"}, r"--dtype float32 .*on Hopper"),
         ({"chunked_prefill_size": -1}, r"--chunked-prefill-size -1: .*pass 8192"),
         ({"cuda_graph_backend_prefill": "full"}, r"--cuda-graph-backend-prefill full"),
@@ -137,6 +153,30 @@ def test_what_the_kernels_do_not_do_is_refused_on_hopper(
     monkeypatch.setattr(hardware, "target", lambda: "sm90")
     with pytest.raises(overrides.UnsupportedError, match=message):
         provide(**flags)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1},
+    ],
+    ids=str,
+)
+def test_what_the_kernels_do_is_served_on_hopper(monkeypatch: pytest.MonkeyPatch, flags: dict) -> None:
+    monkeypatch.setattr(hardware, "target", lambda: "sm90")
+    assert provide(**flags) == {"page_size": 128}
+
+
+def test_another_dtype_of_index_keys_is_refused_without_a_gpu(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_M3_INDEX_DTYPE", "fp8_e4m3")
+    if target == "sm90":
+        assert provide()["page_size"] == 128
+        return
+    with pytest.raises(overrides.UnsupportedError, match="SGLANG_M3_INDEX_DTYPE"):
+        provide()
 
 
 def test_recording_under_cuda_graphs_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -154,7 +194,18 @@ def test_the_environment_of_a_server_without_a_gpu_is_prepared(monkeypatch: pyte
         monkeypatch.delenv(name)
     provide()
     assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ
     assert os.environ["SGLANG_OPT_USE_BF16_ROUTER_GEMM"].lower() in ("0", "false")
+
+
+@pytest.mark.parametrize(("ranks", "cores"), [(2, "0,1|2,3"), (3, "0|1|2"), (6, "0|1|2|3|0|1")])
+def test_ranks_without_a_gpu_share_the_cores(monkeypatch: pytest.MonkeyPatch, ranks: int, cores: str) -> None:
+    monkeypatch.setattr(hardware, "target", lambda: "cpu")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "")
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND")
+    provide(tp_size=ranks)
+    assert os.environ["SGLANG_CPU_OMP_THREADS_BIND"] == cores
 
 
 def resolve(checkpoint: Path, **flags: Any) -> Any:
@@ -187,14 +238,34 @@ def test_sglangs_own_resolution_ends_with_page_size_128_or_the_refusal(checkpoin
         resolve(checkpoint, page_size=64)
 
 
+@pytest.mark.parametrize("present", [True, False])
+def test_fast_mxfp8_without_deep_gemm_is_refused_on_hopper(
+    monkeypatch: pytest.MonkeyPatch, present: bool
+) -> None:
+    monkeypatch.setattr(hardware, "target", lambda: "sm90")
+    monkeypatch.setattr("sglang.srt.layers.deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM", present)
+    monkeypatch.setenv("SGLANG_M3_MXFP8", "fast")
+    if present:
+        assert provide(quantization="mxfp8")["quantization"] == "m3_mxfp8"
+        return
+    with pytest.raises(overrides.UnsupportedError, match=r"needs DeepGEMM .*use exact"):
+        provide(quantization="mxfp8")
+
+
+@pytest.mark.parametrize("runner", ["auto", "deep_gemm", "triton"])
+@pytest.mark.parametrize("declared", [True, False])
 @pytest.mark.parametrize("target", ["cpu"], indirect=True)
 @pytest.mark.usefixtures("registered")
-def test_a_quantisation_that_only_the_checkpoint_declares_is_refused(checkpoint: Path) -> None:
+def test_mxfp8_of_flag_or_checkpoint_becomes_the_plugins_with_every_moe_runner(
+    checkpoint: Path, declared: bool, runner: str
+) -> None:
     path = checkpoint / "config.json"
-    declared = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "activation_scheme": "dynamic"}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": declared}))
-    with pytest.raises(overrides.UnsupportedError, match="mxfp8"):
-        resolve(checkpoint)
+    config = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "activation_scheme": "dynamic"}
+    if declared:
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    flags = {} if declared else {"quantization": "mxfp8"}
+    resolved = resolve(checkpoint, moe_runner_backend=runner, **flags)
+    assert (resolved.quantization, resolved.moe_runner_backend) == ("m3_mxfp8", runner)
 
 
 @pytest.mark.parametrize("quantization", overrides.SERVED_BY_SGLANG)

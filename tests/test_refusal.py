@@ -92,6 +92,9 @@ def test_settings_are_strict(tmp_path) -> None:
     assert settings.read({"SGLANG_M3_INDEX_DTYPE": "fp8_e4m3"}).index_dtype == "fp8_e4m3"
     with pytest.raises(settings.SettingError, match="SGLANG_M3_INDEX_DTYPE=fp8: pass one of bfloat16"):
         settings.read({"SGLANG_M3_INDEX_DTYPE": "fp8"})
+    assert settings.read({"SGLANG_M3_MXFP8": "exact"}).mxfp8 == "exact"
+    with pytest.raises(settings.SettingError, match="SGLANG_M3_MXFP8=slow: pass one of auto, exact, fast"):
+        settings.read({"SGLANG_M3_MXFP8": "slow"})
     with pytest.raises(settings.SettingError, match=r"SGLANG_M3_RECORD_BLOCKS=.*no such directory"):
         settings.read({"SGLANG_M3_RECORD_BLOCKS": str(tmp_path / "missing")})
     with pytest.raises(settings.SettingError, match="SGLANG_M3_RECORD"):

@@ -7,6 +7,9 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from m3_kernels.reference.dequantize_mxfp8 import dequantize_mxfp8 as dequantize_mxfp8
+from m3_kernels.reference.quantize_mxfp8 import quantize_mxfp8 as quantize_mxfp8
+
 
 def _by_device(name: str) -> Callable[..., Any]:
     """The operator `name`, picking its implementation by the device of its first argument.
@@ -32,3 +35,5 @@ select_blocks = _by_device("select_blocks")
 choose_blocks = _by_device("choose_blocks")
 attend_blocks = _by_device("attend_blocks")
 store_tokens = _by_device("store_tokens")
+mxfp8_linear = _by_device("mxfp8_linear")
+mxfp8_experts = _by_device("mxfp8_experts")

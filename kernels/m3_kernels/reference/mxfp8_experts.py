@@ -20,6 +20,7 @@ def mxfp8_experts(
     alpha: float,
     limit: float,
     first_expert: int,
+    model_experts: int | None = None,
 ) -> Tensor:
     """Sum over each token's chosen experts of this rank of weight * w2(SwiGLU-OAI(w13(x))).
 
@@ -34,6 +35,7 @@ def mxfp8_experts(
         topk_weights: `[M, topk]` float32, applied to the experts' outputs; never read for another rank's ids.
         alpha, limit: of `(up + 1) * gate * sigmoid(alpha * gate)`, with gate clamped to at most `limit` and
             up to -limit..limit before.
+        model_experts: experts of all ranks. Only speed depends on it.
 
     Returns:
         `[M, K]` in `x`'s dtype, zeros for tokens without an expert here. Everything between is float32

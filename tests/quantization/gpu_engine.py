@@ -1,0 +1,134 @@
+"""On a Hopper GPU: an MXFP8 checkpoint served by the plugin, in both layouts, against transformers.
+
+    python -m tests.quantization.gpu_engine
+
+Builds a seeded MXFP8 checkpoint with M3's head sizes, serves it with CUDA graphs in `fast` and in `exact` at
+the same time, and compares log-probabilities with those of transformers' own model, dequantised, in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PROMPT_TOKENS, NEW_TOKENS, REQUESTS = 3000, 24, 4
+FLAGS = {
+    "dtype": "bfloat16",
+    "chunked_prefill_size": 2048,
+    "max_total_tokens": 32768,
+    "context_length": 16384,
+    "log_level": "info",
+    "skip_tokenizer_init": True,
+    "random_seed": 1,
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "cuda_graph_max_bs_decode": 4,
+    "mem_fraction_static": 0.2,
+    "moe_runner_backend": "deep_gemm",
+}
+
+
+def prompts() -> list[list[int]]:
+    """Token ids of the standard library's source, from another place for every request."""
+    import inspect
+    import random
+
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(os.environ["M3_CHECKPOINT"])
+    ids = tokenizer(inspect.getsource(inspect) + inspect.getsource(random))["input_ids"]
+    return [ids[700 * i : 700 * i + PROMPT_TOKENS] for i in range(REQUESTS)]
+
+
+def serve() -> dict[str, Any]:
+    """Generate with one engine; runs in a process of its own."""
+    import sglang
+
+    begin = time.monotonic()
+    engine = sglang.Engine(model_path=os.environ["M3_CHECKPOINT"], **FLAGS)
+    started = time.monotonic() - begin
+    request = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    answers = engine.generate(input_ids=prompts(), sampling_params=request, return_logprob=True)
+    engine.shutdown()
+    return {
+        "start_seconds": round(started, 1),
+        "tokens": [answer["output_ids"] for answer in answers],
+        "logprobs": [[v for v, _, _ in a["meta_info"]["output_token_logprobs"]] for a in answers],
+    }
+
+
+def compare(results: dict[str, Any], numbers: Path) -> None:
+    """Print the errors of every layout's log-probabilities."""
+    from tests import oracle
+
+    model = oracle.load_oracle(numbers).to("cuda")
+    torch.set_default_device("cuda")
+    for name, result in results.items():
+        errors = []
+        for ids, tokens, logprobs in zip(prompts(), result["tokens"], result["logprobs"]):
+            run = oracle.run(model, [*ids, *tokens[:-1]])
+            want = run.logprobs[len(ids) - 1 :].gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            errors.append((want - torch.tensor(logprobs)).abs())
+        error = torch.cat(errors)
+        print(
+            f"{name}: started in {result['start_seconds']} s, log-probability error over "
+            f"{error.numel()} tokens: mean {float(error.mean()):.4f}, largest {float(error.max()):.4f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    if "M3_CHECKPOINT" in os.environ:
+        print("RESULT " + json.dumps(serve()))
+        return
+    from sglang_m3.tiny import TinyConfig, build
+    from tests.quantization.edited import dequantise, edited
+
+    scratch = Path(tempfile.mkdtemp())
+    shape = TinyConfig(
+        hidden=512,
+        heads=64,
+        kv_heads=4,
+        head_dim=128,
+        topk_blocks=16,
+        expert_intermediate=256,
+        quantize="mxfp8",
+    )
+    checkpoint = build(scratch / "m3", shape)
+    numbers = edited(checkpoint, scratch / "numbers", dequantise, declared=False)
+    command = [sys.executable, "-m", "tests.quantization.gpu_engine"]
+    running = {
+        name: subprocess.Popen(
+            command,
+            env={**os.environ, "M3_CHECKPOINT": str(checkpoint), "SGLANG_M3_MXFP8": name},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for name in ("fast", "exact")
+    }
+    results = {}
+    for name, process in running.items():
+        output, _ = process.communicate()
+        lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
+        for line in output.splitlines():
+            if "sglang-m3" in line or ("changed" in line and "layers.1." in line):
+                print(f"{name}: {line}")
+        if not lines:
+            print(f"== {name} failed\n{output[-6000:]}", flush=True)
+            continue
+        results[name] = json.loads(lines[-1].removeprefix("RESULT "))
+    os.environ["M3_CHECKPOINT"] = str(checkpoint)
+    compare(results, numbers)
+
+
+if __name__ == "__main__":
+    main()
