@@ -1,0 +1,1 @@
+"""SGLang model files for M3, and what becomes of each checkpoint tensor."""
