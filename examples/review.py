@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
-import json
 import sys
 import tokenize
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import sglang as sgl
 
+from examples.frontend import Answer, as_answer, ask_in_forks, connect, read_answers
 from examples.sharing import index_pages
 
 CONCERNS = (
@@ -28,15 +28,6 @@ CONCERNS = (
     "Is it safe? Name what a hostile input reaches.",
     "Is it documented? Name the sentence that became wrong.",
 )
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A reviewer's finding or the summary, and what the server said of its prompt."""
-
-    text: str
-    prompt_tokens: int
-    cached_tokens: int
 
 
 @dataclass(frozen=True)
@@ -52,31 +43,17 @@ def review_in_parallel(s, diff: str, concerns: tuple[str, ...], answer_tokens: i
     """Fork the prompt with the diff once for each concern, then go on in the trunk with all answers."""
     s += sgl.system("You review changes to source code.")
     s += sgl.user_begin() + "Here is a change.\n" + diff
-    # A fork puts the trunk into the cache first, but only what has been appended by then.
-    s.sync()
-    reviewers = s.fork(len(concerns))
-    for reviewer, concern in zip(reviewers, concerns):
-        reviewer += "\n" + concern
-        reviewer += sgl.user_end()
-        reviewer += sgl.assistant(sgl.gen("finding", max_tokens=answer_tokens, temperature=0))
-    findings = [reviewer["finding"] for reviewer in reviewers]
+    findings = ask_in_forks(s, concerns, answer_tokens)
     s += "\nReviewers found:\n" + "\n".join(f"- {finding}" for finding in findings)
     s += "\nWhich of it must change before the merge?" + sgl.user_end()
     s += sgl.assistant(sgl.gen("summary", max_tokens=answer_tokens, temperature=0))
-    meta = [reviewer.get_meta_info("finding") for reviewer in reviewers]
-    s["findings"] = json.dumps(list(zip(findings, meta)))
 
 
 def run(url: str, diff: str, concerns: tuple[str, ...] = CONCERNS, answer_tokens: int = 48) -> Review:
     """Review `diff` on the server at `url`."""
-    sgl.set_default_backend(sgl.RuntimeEndpoint(url))
+    connect(url)
     state = review_in_parallel.run(diff=diff, concerns=concerns, answer_tokens=answer_tokens)
-    findings = tuple(_answer(text, meta) for text, meta in json.loads(state["findings"]))
-    return Review(findings, _answer(state["summary"], state.get_meta_info("summary")))
-
-
-def _answer(text: str, meta: dict) -> Answer:
-    return Answer(text, meta["prompt_tokens"], meta["cached_tokens"])
+    return Review(read_answers(state), as_answer(state["summary"], state.get_meta_info("summary")))
 
 
 def sample_diff() -> str:
@@ -96,12 +73,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:30000")
     parser.add_argument("--diff", default="", help="file to read, - for standard input; without it, a sample")
+    parser.add_argument("--answer-tokens", type=int, default=48)
     options = parser.parse_args()
     before = index_pages(options.url)
-    review = run(options.url, _read_diff(options.diff))
+    review = run(options.url, _read_diff(options.diff), answer_tokens=options.answer_tokens)
     for title, answer in zip((*CONCERNS, "Summary"), (*review.findings, review.summary)):
-        print(f"{title}\n  {answer.text!r}")
-        print(f"  {answer.cached_tokens} of {answer.prompt_tokens} prompt tokens came from the cache")
+        print(f"{title}\n{answer}")
     print(index_pages(options.url).since(before))
 
 

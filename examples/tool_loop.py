@@ -7,7 +7,6 @@ Run it against a server that `make serve` started:
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,37 +14,8 @@ from typing import Any
 
 import openai
 
-from examples.sharing import index_pages
 from examples.tools import TOOLS, run_tool
-
-SYSTEM = "Answer with the help of your tools. Read before you judge, calculate before you claim."
-QUESTION = "How many lines has README.md, and how many characters is that at 80 characters a line?"
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call that the model completed, and what it was answered."""
-
-    id: str
-    name: str
-    arguments: str
-    result: str
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One reply of the model.
-
-    `finish_reason` is `tool_calls` if there are calls to answer, `stop` if the model is done, and `length` if
-    it ran out of tokens, whatever it was doing.
-    """
-
-    reasoning: str
-    content: str
-    calls: tuple[ToolCall, ...]
-    finish_reason: str
-    prompt_tokens: int
-    cached_tokens: int
+from examples.turns import ToolCall, Turn, options, show, start
 
 
 @dataclass
@@ -94,7 +64,7 @@ def converse(
         thinking_mode: `adaptive`, `enabled` or `disabled`.
     """
     model = client.models.list().data[0].id
-    messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+    messages: list[Any] = start(question)
     for _ in range(turn_limit):
         turn = _ask(client, model, messages, root, reply_tokens, thinking_mode)
         yield turn
@@ -144,29 +114,10 @@ def _as_messages(turn: Turn) -> list[Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--url", default="http://127.0.0.1:30000")
-    parser.add_argument("--question", default=QUESTION)
-    parser.add_argument("--root", type=Path, default=Path.cwd(), help="folder whose files may be read")
-    parser.add_argument("--thinking-mode", default="adaptive", choices=("adaptive", "enabled", "disabled"))
-    parser.add_argument("--reply-tokens", type=int, default=1000)
-    options = parser.parse_args()
-    client = openai.OpenAI(base_url=f"{options.url}/v1", api_key="none")
-    before = index_pages(options.url)
-    turns = converse(
-        client,
-        options.question,
-        options.root,
-        reply_tokens=options.reply_tokens,
-        thinking_mode=options.thinking_mode,
-    )
-    for turn in turns:
-        print(f"thinking: {turn.reasoning!r}\nanswer: {turn.content!r}")
-        for call in turn.calls:
-            print(f"call: {call.name} {call.arguments}\n  {call.result[:200]!r}")
-        print(f"  {turn.cached_tokens} of {turn.prompt_tokens} prompt tokens came from the cache")
-        print(f"  the reply ended with: {turn.finish_reason}")
-    print(index_pages(options.url).since(before))
+    given = options(__doc__.splitlines()[0])
+    client = openai.OpenAI(base_url=f"{given.url}/v1", api_key="none")
+    limits = {"reply_tokens": given.reply_tokens, "thinking_mode": given.thinking_mode}
+    show(given.url, lambda: converse(client, given.question, given.root, **limits))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 tiny=${TINY:-.cache/tiny}
-.venv/bin/python -m sglang_m3.tiny "$tiny"
+# A checkpoint that the caller names is taken as it is.
+if [ -z "${TINY:-}" ] || [ ! -f "$tiny/config.json" ]; then
+    .venv/bin/python -m sglang_m3.tiny "$tiny"
+fi
 # The tiny model's matrices are too small to share among threads; an idle scheduler would keep a core busy.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec .venv/bin/python -m sglang.launch_server \

@@ -63,9 +63,10 @@ def running(
         _wait_until_healthy(url, process, log, quiet)
         yield url
     finally:
-        # The session holds the server's scheduler and detokenizer as well.
+        # The server stops its scheduler and detokenizer itself, and takes a signal to them for a crash; they
+        # are in its session, should it fail to.
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
+            os.kill(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=20)
         with contextlib.suppress(ProcessLookupError):

@@ -94,11 +94,12 @@ class M3ToolCallDetector(BaseFormatDetector):
         self,
         tools: list[Tool] | None = None,
         tool_choice: ToolChoice | Literal["auto", "required"] = "auto",
-        thinking_mode: bool = False,
+        thinking_mode: bool | Literal["auto"] = False,
         parallel_tool_calls: bool = True,
     ) -> Any:
         """xgrammar's M3 tag for these tools; arguments follow their schemas, strict or not.
 
+        `thinking_mode`: whether the reply starts inside thinking, or `auto` where the model may think first.
         The tag does not know unconstrained arguments (`sglang_m3.parsing.structural_tag`).
         """
         constrained = []

@@ -261,6 +261,22 @@ def test_the_tag_can_hold_the_thinking():
     assert [accepts(tag, text) for text in (f"Hm.{THINK_CLOSE}{OTHER}", OTHER)] == [True, False]
 
 
+@pytest.mark.parametrize(
+    "choice", ["required", ToolChoice(function={"name": "now"})], ids=["required", "named"]
+)
+def test_the_tag_can_leave_thinking_to_the_model(choice):
+    tag = M3ToolCallDetector().get_structural_tag(TOOLS, choice, "auto")
+    accepted = (OTHER, f"{THINK_CLOSE}{OTHER}", f"{THINK_OPEN}Hm.{THINK_CLOSE}{OTHER}")
+    refused = (
+        f"Hm.{THINK_CLOSE}{OTHER}",
+        f"{THINK_OPEN}Hm.{THINK_CLOSE}",
+        f"{THINK_CLOSE}Four.",
+        THINK_CLOSE,
+    )
+    assert [accepts(tag, text) for text in accepted] == [True] * len(accepted)
+    assert [accepts(tag, text) for text in refused] == [False] * len(refused)
+
+
 @pytest.mark.parametrize("choice", ["auto", "none"])
 def test_free_choices_are_not_constrained(choice):
     assert FunctionCallParser(TOOLS, NAME).get_structure_constraint(choice) is None

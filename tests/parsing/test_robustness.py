@@ -15,8 +15,6 @@ from sglang_m3.parsing.parser import CallReader, Parser, ThinkingReader
 from tests.parsing.transcripts import HEAD, TAIL, TRANSCRIPTS
 from tests.parsing.writing import FUNCTIONS, NS, arguments, content, joined, ns, read, reasoning
 
-FUZZ_SECONDS = 5
-"""Raise for a longer search."""
 LONG = 40_000
 """Characters of the shorter reply whose time is compared with one five times as long."""
 PARTS = [
@@ -77,9 +75,11 @@ def check(text: str, chance: random.Random) -> None:
     assert arguments(found) == texts
 
 
-def test_mutated_replies():
-    chance = random.Random(20)
-    deadline = time.monotonic() + FUZZ_SECONDS
+@pytest.mark.parametrize("limit", [2, pytest.param(60, marks=pytest.mark.long)], ids="{} s".format)
+def test_mutated_replies(limit):
+    # The long search is another one each time; a failure's note has the reply.
+    chance = random.Random(20 if limit == 2 else None)
+    deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         text = mutated(chance)
         try:
@@ -139,15 +139,17 @@ def test_time_is_linear(start, body, size):
     assert slow < 9 * quick + 0.03, f"{quick:.3f} s for {len(short)} characters, {slow:.3f} s for {len(long)}"
 
 
-def test_a_megabyte_one_character_at_a_time():
-    text = HEAD + ns("~<content>") + "0123456789abcde\n" * (1 << 16) + ns("~</content>") + TAIL
+@pytest.mark.parametrize("kilobytes", [128, pytest.param(1024, marks=pytest.mark.long)], ids="{} kB".format)
+def test_a_large_argument_one_character_at_a_time(kilobytes):
+    lines = "0123456789abcde\n" * (kilobytes << 6)
+    text = HEAD + ns("~<content>") + lines + ns("~</content>") + TAIL
     start = time.process_time()
     parser = Parser(FUNCTIONS, thinking=False)
     received = sum(len(e.json_delta) for c in text for e in parser.feed(c) if isinstance(e, CallArguments))
     parser.close()
     elapsed = time.process_time() - start
-    assert received == len(json.dumps({"content": "0123456789abcde\n" * (1 << 16)}))
-    assert elapsed < 60, f"{elapsed:.1f} s"
+    assert received == len(json.dumps({"content": lines}))
+    assert elapsed < 60 * kilobytes / 1024, f"{elapsed:.1f} s"
 
 
 def test_text_arguments_are_not_kept():

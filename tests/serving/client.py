@@ -18,6 +18,7 @@ from torch import Tensor
 from launch.server import serving
 from sglang_m3 import hardware
 from sglang_m3.attention import recorder
+from tests.serving import plugins, scheduling
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,10 @@ class Server:
         response = requests.post(f"{self.url}/flush_cache", timeout=60)
         assert response.status_code == 200, response.text
 
+    def set_chunk_tokens(self, tokens: int) -> None:
+        """Prompts that arrive from now on are computed `tokens` at a time."""
+        scheduling.set_chunk_tokens(self.url, tokens)
+
     def blocks(self, request_id: str) -> dict[int, dict[int, Tensor]]:
         """Sparse layer -> position -> `[H, topk]`, the blocks that the request's tokens chose."""
         found: dict[int, dict[int, Tensor]] = {}
@@ -110,6 +115,11 @@ class Server:
                 for row in mine.tolist():
                     found.setdefault(layer, {})[int(step.position[row])] = chosen[:, row]
         return found
+
+    def rows_per_step(self, request_id: str) -> list[int]:
+        """How many of the request's tokens each recorded step computed."""
+        steps = [step for step in recorder.load(self.record_dir) if request_id in step.request_ids]
+        return [int((step.request == step.request_ids.index(request_id)).sum()) for step in steps]
 
     def largest_batch(self) -> int:
         """The most requests that a recorded step held."""
@@ -128,6 +138,10 @@ def server(checkpoint: Path, scratch: Path, *flags: str) -> Iterator[Server]:
         pytest.skip("the comparison in float32 is for machines without a GPU")
     record_dir = scratch / "blocks"
     record_dir.mkdir()
-    environ = {"TINY": str(checkpoint), "SGLANG_M3_RECORD_BLOCKS": str(record_dir)}
+    environ = {
+        "TINY": str(checkpoint),
+        "SGLANG_M3_RECORD_BLOCKS": str(record_dir),
+        **plugins.installed(scratch, scheduling.__name__),
+    }
     with serving(scratch / "server.log", ("--dtype", "float32", *flags), environ, quiet=True) as url:
         yield Server(url, record_dir)

@@ -3,28 +3,31 @@
 A request whose header `HEADER` lists token ids gets them as its completion, and then the end of the turn. The
 tokens are chosen where every token is, in the sampler, so all that comes after it is the server's own:
 scheduler, detokenizer, parsers and events, whatever the endpoint.
+
+A request whose header `PROMPT_HEADER` names a file leaves its rendered prompt there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
+from sglang.lang.backend import runtime_endpoint
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from launch.server import ROOT, serving
+from launch.server import serving
 from sglang_m3.tiny.vocabulary import EOS
+from tests.serving import plugins
 
 HEADER = "x-forced-tokens"
-NAME = "forced_tokens"
+PROMPT_HEADER = "x-prompt-file"
 FLAGS = ("--enable-custom-logit-processor",)
 
 
@@ -49,8 +52,13 @@ class ForcedTokens(CustomLogitProcessor):
 
 
 def _force(manager: Any, generation: Any, request: Any = None) -> None:
-    """Before `TokenizerManager.generate_request`: what the header asks for."""
-    if request is None or HEADER not in request.headers:
+    """Before `TokenizerManager.generate_request`: what the headers ask for."""
+    if request is None:
+        return
+    if PROMPT_HEADER in request.headers:
+        prompt = {"text": generation.text, "input_ids": generation.input_ids}
+        Path(request.headers[PROMPT_HEADER]).write_text(json.dumps(prompt))
+    if HEADER not in request.headers:
         return
     generation.custom_logit_processor = ForcedTokens.to_str()
     token_ids = json.loads(request.headers[HEADER])
@@ -71,10 +79,13 @@ class Writer:
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint)
         self._end = self.tokenizer.convert_tokens_to_ids(EOS)
 
+    def token_ids(self, *pieces: str) -> list[int]:
+        """A reply and its end; no token spans two pieces, so a marker can be cut into several tokens."""
+        return [*(token for piece in pieces for token in self.tokenizer(piece)["input_ids"]), self._end]
+
     def header(self, *pieces: str) -> dict[str, str]:
-        """The header for a reply; no token spans two pieces, so a marker can be cut into several tokens."""
-        ids = [token for piece in pieces for token in self.tokenizer(piece)["input_ids"]]
-        return {HEADER: json.dumps([*ids, self._end])}
+        """The header for a reply."""
+        return {HEADER: json.dumps(self.token_ids(*pieces))}
 
 
 def client(writer: Writer, replies: Sequence[str]) -> httpx.Client:
@@ -92,14 +103,25 @@ def client(writer: Writer, replies: Sequence[str]) -> httpx.Client:
     return httpx.Client(event_hooks={"request": [force]}, timeout=60)
 
 
+def frontend_request(writer: Writer, replies: Sequence[str]) -> Callable[..., Any]:
+    """What does the same for programs of SGLang's frontend, in place of `runtime_endpoint.http_request`."""
+    left = iter(replies)
+    original = runtime_endpoint.http_request
+
+    def request(url: str, json: Any = None, **options: Any) -> Any:
+        reply = next(left, None) if url.endswith("/generate") else None
+        if reply is not None:
+            sampling = {**json["sampling_params"], "custom_params": {"token_ids": writer.token_ids(reply)}}
+            forced = {"custom_logit_processor": ForcedTokens.to_str(), "sampling_params": sampling}
+            json = {**json, **forced}
+        return original(url, json=json, **options)
+
+    return request
+
+
 @contextlib.contextmanager
 def server(checkpoint: Path, scratch: Path, *flags: str) -> Iterator[str]:
     """`launch/serve.sh` with the plugin installed for this server only; yields the URL."""
-    installed = scratch / "plugins" / "forced_tokens-0.dist-info"
-    installed.mkdir(parents=True)
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: forced-tokens\nVersion: 0\n")
-    (installed / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{NAME} = {__name__}:register\n")
-    path = os.pathsep.join((str(installed.parent), str(ROOT)))
-    environ = {"TINY": str(checkpoint), "PYTHONPATH": path}
+    environ = {"TINY": str(checkpoint), **plugins.installed(scratch, __name__)}
     with serving(scratch / "server.log", (*FLAGS, *flags), environ, quiet=True) as url:
         yield url

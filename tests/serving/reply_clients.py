@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,13 +107,11 @@ class Served:
         assert answer.status_code == 200, answer.text
 
 
-@contextlib.contextmanager
-def clients(checkpoint: Path, scratch: Path) -> Iterator[Served]:
-    """A server of `checkpoint` that takes forced replies, and its clients."""
-    with forced.server(checkpoint, scratch) as url:
-        chat = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
-        messages = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60)
-        yield Served(url, forced.Writer(checkpoint), chat, messages, chat.models.list().data[0].id)
+def clients(url: str, checkpoint: Path) -> Served:
+    """Clients of the server at `url`, which serves `checkpoint` and takes forced replies."""
+    chat = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+    messages = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120)
+    return Served(url, forced.Writer(checkpoint), chat, messages, chat.models.list().data[0].id)
 
 
 def chat_tools() -> list[Any]:

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-from tests.serving.client import Server, server
+from tests.serving.client import Server
 from tests.serving.expectation import Oracle, check
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.xdist_group("float32")]
 
 LENGTHS = (1, 127, 128, 129, 511, 513, 2000, 5000)
 WHOLE = 8192
 
 
 @pytest.fixture(scope="module", params=(128, 384, WHOLE), ids="chunk{}".format)
-def chunked(
-    request: pytest.FixtureRequest, tiny: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    scratch = tmp_path_factory.mktemp("chunked")
-    with server(tiny, scratch, "--chunked-prefill-size", str(request.param)) as running:
-        yield running
+def chunk(request: pytest.FixtureRequest) -> int:
+    """Tokens of a prompt that are computed in one step."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def chunked(chunk: int, float32: Server) -> Server:
+    float32.set_chunk_tokens(chunk)
+    return float32
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +35,14 @@ def fresh(chunked: Server) -> None:
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_prompt_logprobs_and_blocks_equal_the_oracle(
-    chunked: Server, expected: Oracle, prompt: Callable[..., list[int]], length: int
+    chunked: Server, chunk: int, expected: Oracle, prompt: Callable[..., list[int]], length: int
 ) -> None:
     ids = prompt(length)
     answer = chunked.complete(ids, logprob_start=0)
     assert len(answer.prompt_logprobs) == length - 1
     check(chunked, expected, ids, answer)
+    rows = chunked.rows_per_step(answer.request_id)
+    assert rows == [min(chunk, length - begin) for begin in range(0, length, chunk)]
 
 
 @pytest.mark.parametrize("rest", (0, 1, 63, 127))

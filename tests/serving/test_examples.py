@@ -5,19 +5,24 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import openai
 import pytest
+from sglang.lang.backend import runtime_endpoint
 
-from examples import branches, review, tool_loop, tools
+from examples import branches, frontend_tool_loop, review, tool_loop, tools
 from examples.sharing import index_pages
+from examples.turns import Turn
 from tests.parsing.writing import block
 from tests.serving import forced
+from tests.serving.conftest import Endpoint
 from tests.serving.reply_clients import Served, clients
 
+pytestmark = pytest.mark.xdist_group("bfloat16")
 server = pytest.mark.server
 
 PAGE_TOKENS = 128
@@ -25,9 +30,8 @@ ANSWER_TOKENS = 12
 
 
 @pytest.fixture(scope="module")
-def served(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with clients(tiny, tmp_path_factory.mktemp("examples")) as running:
-        yield running
+def served(endpoint: Endpoint, tiny: Path) -> Served:
+    return clients(endpoint.url, tiny)
 
 
 @pytest.fixture
@@ -42,14 +46,30 @@ def root(tmp_path: Path) -> Path:
     return folder
 
 
-def converse(served: Served, replies: list[str], root: Path, **options: object) -> list[tool_loop.Turn]:
-    client = openai.OpenAI(
-        base_url=f"{served.url}/v1",
-        api_key="none",
-        max_retries=0,
-        http_client=forced.client(served.write, replies),
-    )
-    return list(tool_loop.converse(client, "How long are my notes?", root, **options))
+Converse = Callable[..., list[Turn]]
+
+
+@pytest.fixture(params=("openai", "frontend"))
+def converse(
+    request: pytest.FixtureRequest, served: Served, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> Converse:
+    """`converse(replies)`: the turns of a tool loop whose model replies so."""
+
+    def with_openai(replies: list[str], **options: Any) -> list[Turn]:
+        client = openai.OpenAI(
+            base_url=f"{served.url}/v1",
+            api_key="none",
+            max_retries=0,
+            http_client=forced.client(served.write, replies),
+        )
+        return list(tool_loop.converse(client, "How long are my notes?", root, **options))
+
+    def with_frontend(replies: list[str], **options: Any) -> list[Turn]:
+        forcing = forced.frontend_request(served.write, replies)
+        monkeypatch.setattr(runtime_endpoint, "http_request", forcing)
+        return frontend_tool_loop.run(served.url, "How long are my notes?", root, **options)
+
+    return with_openai if request.param == "openai" else with_frontend
 
 
 THOUGHT = "First I have to read the notes, then I count them. " * 8
@@ -57,7 +77,7 @@ THOUGHT = "First I have to read the notes, then I count them. " * 8
 
 @server
 def test_the_loop_serves_calls_until_the_model_answers_and_stays_in_the_cache(
-    served: Served, root: Path
+    served: Served, converse: Converse
 ) -> None:
     served.flush()
     calls = (("read_file", {"path": "notes.txt"}), ("calculate", {"expression": "3 * (2 + 5)"}))
@@ -66,7 +86,7 @@ def test_the_loop_serves_calls_until_the_model_answers_and_stays_in_the_cache(
         f"<mm:think>{THOUGHT}</mm:think>{block(('read_file', {'path': 'long.txt', 'first_line': 3}))}",
         "<mm:think>Now I know.</mm:think>21.",
     ]
-    turns = converse(served, replies, root)
+    turns = converse(replies)
     assert [turn.finish_reason for turn in turns] == ["tool_calls", "tool_calls", "stop"]
     assert [turn.reasoning for turn in turns] == [THOUGHT, THOUGHT, "Now I know."]
     assert [turn.content for turn in turns] == ["I look.", "", "21."]
@@ -80,35 +100,35 @@ def test_the_loop_serves_calls_until_the_model_answers_and_stays_in_the_cache(
 
 
 @server
-def test_the_loop_answers_calls_that_cannot_be_served(served: Served, root: Path) -> None:
+def test_the_loop_answers_calls_that_cannot_be_served(converse: Converse) -> None:
     calls = (
         ("read_file", {"path": "../secret.txt"}),
         ("read_file", {"first_line": 2}),
         ("calculate", {"expression": "two"}),
     )
-    turns = converse(served, [block(*calls), "</mm:think>I give up."], root, thinking_mode="disabled")
+    turns = converse([block(*calls), "</mm:think>I give up."], thinking_mode="disabled")
     assert [call.result.split(":")[0] for call in turns[0].calls] == ["error"] * 3
     assert turns[-1].content == "I give up."
 
 
 @server
-def test_the_loop_runs_no_call_that_was_cut_off(served: Served, root: Path) -> None:
+def test_the_loop_runs_no_call_that_was_cut_off(served: Served, converse: Converse) -> None:
     reply = block(("read_file", {"path": "notes.txt"}), ("read_file", {"path": "long.txt"}))
     count = len(served.write.tokenizer(reply)["input_ids"])
-    (turn,) = converse(served, [reply], root, thinking_mode="disabled", reply_tokens=count - 20)
+    (turn,) = converse([reply], thinking_mode="disabled", reply_tokens=count - 20)
     assert (turn.finish_reason, turn.calls) == ("length", ())
 
 
 @server
-def test_the_loop_ends_at_its_limit(served: Served, root: Path) -> None:
+def test_the_loop_ends_at_its_limit(converse: Converse) -> None:
     reply = block(("calculate", {"expression": "1"}))
-    assert len(converse(served, [reply] * 5, root, turn_limit=3)) == 3
+    assert len(converse([reply] * 3, turn_limit=2)) == 2
 
 
 @server
 @pytest.mark.parametrize("thinking_mode", ("adaptive", "enabled", "disabled"))
-def test_the_loop_copes_with_noise(served: Served, root: Path, thinking_mode: str) -> None:
-    (turn,) = converse(served, [], root, thinking_mode=thinking_mode, reply_tokens=20)
+def test_the_loop_copes_with_noise(converse: Converse, thinking_mode: str) -> None:
+    (turn,) = converse([], thinking_mode=thinking_mode, reply_tokens=20)
     assert turn.finish_reason == "length"
     assert turn.reasoning + turn.content
 
@@ -128,9 +148,10 @@ def test_reviewers_share_the_diff_and_the_summary_goes_on_from_it(served: Served
 
 @server
 def test_branches_share_the_source_that_is_in_the_cache(served: Served) -> None:
-    branches.run(served.url, branches=2, answer_tokens=1)
-    answers = branches.run(served.url, branches=3, answer_tokens=ANSWER_TOKENS)
-    assert [answer.question for answer in answers] == list(branches.QUESTIONS[:3])
+    source = branches.SOURCE[:4000]
+    branches.run(served.url, branches=2, answer_tokens=1, source=source)
+    answers = branches.run(served.url, branches=3, answer_tokens=ANSWER_TOKENS, source=source)
+    assert len(answers) == 3
     for answer in answers:
         assert answer.cached_tokens % PAGE_TOKENS == 0
         assert 0 < answer.prompt_tokens - answer.cached_tokens < 2 * PAGE_TOKENS, answer
@@ -139,10 +160,15 @@ def test_branches_share_the_source_that_is_in_the_cache(served: Served) -> None:
 @server
 @pytest.mark.parametrize(
     ("program", "options"),
-    ((branches, ("--branches", "2")), (review, ()), (tool_loop, ("--reply-tokens", "8"))),
-    ids=("branches", "review", "tool_loop"),
+    (
+        (branches, ("--branches", "2", "--answer-tokens", "8")),
+        (review, ("--answer-tokens", "8")),
+        (tool_loop, ("--reply-tokens", "8")),
+        (frontend_tool_loop, ("--reply-tokens", "8")),
+    ),
+    ids=("branches", "review", "tool_loop", "frontend_tool_loop"),
 )
-def test_a_program_says_what_came_from_the_cache(
+def test_a_program_says_what_came_from_the_cache_and_what_sharing_saved(
     served: Served,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -153,7 +179,7 @@ def test_a_program_says_what_came_from_the_cache(
     program.main()
     printed = capsys.readouterr().out
     assert "prompt tokens came from the cache" in printed
-    assert program is branches or "saved by sharing" in printed
+    assert "saved by sharing" in printed
 
 
 @pytest.mark.parametrize(

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import math
-import os
-import re
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import requests
 from PIL import Image
 
-from launch.server import metric, serving
 from tests.serving.client import Server
+from tests.serving.completions import Served, connect
+from tests.serving.conftest import Endpoint
 from tests.serving.expectation import Oracle
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.xdist_group("bfloat16")]
 
-PAGE_TOKENS = 128
 TOP = 8
 """Alternatives asked for; more than could tie with the greedy token in bfloat16."""
 
@@ -38,47 +30,9 @@ MEDIAN_ERROR = 0.05
 Prompt = Callable[..., list[int]]
 
 
-@dataclass(frozen=True)
-class Served:
-    """A running server, its log, and the arguments that every request of these tests has."""
-
-    url: str
-    log: Path
-    client: openai.OpenAI
-    model: str
-
-    def complete(self, prompt: Any, max_tokens: int = 12, **options: Any) -> Any:
-        """Greedy unless `options` say otherwise, and never ended early."""
-        options = {"temperature": 0, "extra_body": {"ignore_eos": True}, **options}
-        return self.client.completions.create(
-            model=self.model, prompt=prompt, max_tokens=max_tokens, **options
-        )
-
-    def chat(
-        self, content: Any, max_tokens: int = 12, thinking_mode: str = "disabled", **options: Any
-    ) -> Any:
-        """One user message, greedy unless `options` say otherwise, and never ended early."""
-        body = {"ignore_eos": True, "chat_template_kwargs": {"thinking_mode": thinking_mode}}
-        return self.client.chat.completions.create(
-            model=self.model,
-            messages=[{"role": "user", "content": content}],
-            max_tokens=max_tokens,
-            extra_body=body,
-            **{"temperature": 0, **options},
-        )
-
-    def flush(self) -> None:
-        """Empty the radix cache."""
-        response = requests.post(f"{self.url}/flush_cache", timeout=60)
-        assert response.status_code == 200, response.text
-
-
 @pytest.fixture(scope="module")
-def served(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    log = tmp_path_factory.mktemp("openai") / "server.log"
-    with serving(log, ("--decode-log-interval", "5"), {"TINY": str(tiny)}, quiet=True) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
-        yield Served(url, log, client, client.models.list().data[0].id)
+def served(endpoint: Endpoint) -> Served:
+    return connect(endpoint.url, endpoint.log)
 
 
 @pytest.fixture(autouse=True)
@@ -100,30 +54,30 @@ TEXTS = ("def parse(text):\n", "The quick brown fox. " * 40, "κόσμε 世界 
 
 @pytest.mark.parametrize("text", TEXTS, ids=("short", "long", "unicode"))
 def test_a_streamed_completion_equals_the_whole_one(served: Served, text: str) -> None:
-    whole = served.complete(text, 40)
+    whole = served.complete(text, 24)
     served.flush()
-    chunks = list(served.complete(text, 40, stream=True, stream_options={"include_usage": True}))
+    chunks = list(served.complete(text, 24, stream=True, stream_options={"include_usage": True}))
     streamed = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
     assert len(chunks) > 10, "the text did not come in pieces"
     assert streamed == whole.choices[0].text != ""
     assert chunks[-1].usage == whole.usage
-    assert whole.usage.completion_tokens == 40
+    assert whole.usage.completion_tokens == 24
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
 
 
 @pytest.mark.parametrize("thinking_mode", ("adaptive", "enabled", "disabled"))
 def test_a_streamed_chat_equals_the_whole_one(served: Served, thinking_mode: str) -> None:
-    whole = served.chat(TEXTS[1], 40, thinking_mode)
+    whole = served.chat(TEXTS[1], 24, thinking_mode)
     served.flush()
     chunks = list(
-        served.chat(TEXTS[1], 40, thinking_mode, stream=True, stream_options={"include_usage": True})
+        served.chat(TEXTS[1], 24, thinking_mode, stream=True, stream_options={"include_usage": True})
     )
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     message = whole.choices[0].message
     assert "".join(delta.content or "" for delta in deltas) == (message.content or "")
     assert "".join(delta.reasoning_content or "" for delta in deltas) == (message.reasoning_content or "")
     assert chunks[-1].usage == whole.usage
-    assert whole.usage.completion_tokens == 40
+    assert whole.usage.completion_tokens == 24
 
 
 def test_thinking_goes_to_reasoning_content_only_when_it_is_enabled(served: Served) -> None:
@@ -239,101 +193,6 @@ def test_an_image_is_answered_and_changes_the_answer(served: Served) -> None:
     assert answer.usage.prompt_tokens == other.usage.prompt_tokens
     assert answer.choices[0].logprobs == again.choices[0].logprobs
     assert answer.choices[0].logprobs != other.choices[0].logprobs, "the pixels did not reach the model"
-
-
-@dataclass(frozen=True)
-class Counts:
-    """The selection counters of `/metrics`, or how much they grew."""
-
-    scored: float
-    saved: float
-    rows: float
-
-
-def counts(served: Served) -> Counts:
-    """The counters, read when they have not changed for a second: the last steps are counted when idle."""
-
-    def read() -> Counts:
-        names = ("index_pages_scored", "index_pages_saved", "rows")
-        return Counts(*(metric(served.url, f"sglang:m3_{name}_total") for name in names))
-
-    value = read()
-    while True:
-        time.sleep(1)
-        if (again := read()) == value:
-            return value
-        value = again
-
-
-def growth(served: Served, action: Callable[[], Any]) -> Counts:
-    before = counts(served)
-    action()
-    after = counts(served)
-    return Counts(after.scored - before.scored, after.saved - before.saved, after.rows - before.rows)
-
-
-def test_nothing_is_saved_for_one_request(served: Served, prompt: Prompt) -> None:
-    # 5 pages in the prompt, then 15 decode steps (the first token is the prompt's) of 6 pages each.
-    grown = growth(served, lambda: served.complete(prompt(640), 16))
-    assert grown == Counts(scored=5 + 15 * 6, saved=0, rows=640 + 15)
-
-
-def test_nothing_is_saved_for_requests_without_a_common_prefix(served: Served, prompt: Prompt) -> None:
-    grown = growth(served, lambda: served.complete([prompt(200, seed) for seed in range(1, 5)], 16))
-    assert grown == Counts(scored=4 * (2 + 15 * 2), saved=0, rows=4 * (200 + 15))
-
-
-def test_pages_of_a_common_prefix_are_saved_when_requests_decode_together(
-    served: Served, prompt: Prompt
-) -> None:
-    prefix = prompt(600)
-    served.complete(prefix, 1)
-    prompts = [prefix + prompt(40, seed) for seed in range(1, 5)]
-    grown = growth(served, lambda: served.complete(prompts, 32))
-    # Of 640 prompt tokens 512 are cached. The loads without sharing are certain; how many of them are
-    # saved depends on when the requests meet. At most, three of four load the 4 common pages in no step.
-    assert grown.rows == 4 * (128 + 31)
-    assert grown.scored + grown.saved == 4 * (5 + 31 * 6)
-    assert 3 * 4 * 16 <= grown.saved <= 3 * 4 * 32
-
-
-def test_the_decode_log_line_counts_index_pages(served: Served, prompt: Prompt) -> None:
-    begin = served.log.stat().st_size
-    before = counts(served)
-    served.complete(prompt(300), 30)
-    after = counts(served)
-    pattern = r"Decode batch.*, index pages scored: (\d+), saved by sharing: (\d+), rows: (\d+)"
-    lines = re.findall(pattern, served.log.read_bytes()[begin:].decode())
-    assert len(lines) >= 30 // 5 - 1
-    logged = [Counts(*map(int, line)) for line in lines]
-    rows = [before.rows, *(each.rows for each in logged), after.rows]
-    assert rows == sorted(rows) and len(set(rows[1:-1])) == len(logged), rows
-    assert before.scored < logged[0].scored < logged[-1].scored <= after.scored
-
-
-def test_bench_serving_with_shared_prefixes_runs_without_a_network(
-    served: Served, tiny: Path, tmp_path: Path
-) -> None:
-    groups, prompts, output = 2, 4, 8
-    sizes = {
-        "num-groups": groups,
-        "prompts-per-group": prompts,
-        "system-prompt-len": 300,
-        "question-len": 30,
-        "output-len": output,
-    }
-    results = tmp_path / "results.jsonl"
-    command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang-oai"]
-    command += ["--base-url", served.url, "--model", served.model, "--tokenizer", str(tiny)]
-    command += ["--dataset-name", "generated-shared-prefix", "--output-file", str(results)]
-    command += [word for name, size in sizes.items() for word in (f"--gsp-{name}", str(size))]
-    # It keeps generated prompts below the home directory.
-    environ = {**os.environ, "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    result = json.loads(results.read_text())
-    assert result["completed"] == groups * prompts, ended.stdout[-3000:]
-    assert result["total_output_tokens"] == groups * prompts * output
 
 
 def test_bfloat16_log_probabilities_stay_near_float32(

@@ -51,7 +51,10 @@ class Other:
             assert behind < LOGPROB_TOLERANCE, f"position {position}: another token is {behind:.2e} likelier"
 
 
-@pytest.fixture(scope="module", params=tuple(small_models.CONFIGS))
+@pytest.fixture(
+    scope="module",
+    params=("qwen3-moe", pytest.param("llama", marks=pytest.mark.long)),
+)
 def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Other]:
     for group in ("sglang.srt.plugins", "sglang.srt.platforms"):
         assert "sglang_m3" in importlib.metadata.entry_points(group=group).names, f"{group}: not installed"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,33 +12,31 @@ import requests
 
 from launch.server import metric
 from tests.serving.client import Completion, Server, server
+from tests.serving.conftest import POOL_TOKENS
 from tests.serving.expectation import Oracle, check
+from tests.serving.scheduling import overlapped_steps
 
-pytestmark = pytest.mark.server
-
-POOL_TOKENS = 2560
-
-
-@pytest.fixture(scope="module")
-def small(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server whose pool holds twenty pages, and which admits requests as if answers were short."""
-    flags = ("--max-total-tokens", str(POOL_TOKENS), "--schedule-conservativeness", "0.05")
-    with server(tiny, tmp_path_factory.mktemp("small"), "--chunked-prefill-size", "384", *flags) as running:
-        yield running
+pytestmark = [pytest.mark.server, pytest.mark.xdist_group("float32")]
 
 
-@pytest.fixture(autouse=True)
-def fresh(small: Server) -> None:
-    small.flush()
-    small.forget_blocks()
+@pytest.fixture
+def small(float32: Server) -> Server:
+    """The server with an empty cache."""
+    float32.set_chunk_tokens(384)
+    float32.flush()
+    float32.forget_blocks()
+    return float32
 
 
-def info(running: Server) -> dict:
-    return requests.get(f"{running.url}/server_info", timeout=10).json()
-
-
-def test_overlap_scheduling_is_on(small: Server) -> None:
-    assert info(small)["disable_overlap_schedule"] is False
+def test_decode_steps_overlap_and_the_tokens_are_the_oracle_s(
+    small: Server, expected: Oracle, prompt: Callable[..., list[int]]
+) -> None:
+    ids = prompt(150, 4)
+    before = overlapped_steps(small.url)
+    answer = small.complete(ids, new_tokens=30)
+    # Each decode step starts before the step in front of it is evaluated, but for the first and the last.
+    assert overlapped_steps(small.url) - before >= 28
+    check(small, expected, ids, answer)
 
 
 def test_an_evicted_prefix_is_computed_again_with_the_same_result(
@@ -48,7 +46,7 @@ def test_an_evicted_prefix_is_computed_again_with_the_same_result(
     before = small.complete(first, new_tokens=4)
     assert small.complete(first, new_tokens=4).cached_tokens == 640
     for seed in range(1, 5):
-        small.complete(prompt(900, seed), new_tokens=2)
+        small.complete(prompt(1300, seed), new_tokens=2)
     after = small.complete(first, new_tokens=4)
     assert after.cached_tokens < 640, "nothing was evicted"
     assert after.token_ids == before.token_ids
@@ -58,9 +56,11 @@ def test_an_evicted_prefix_is_computed_again_with_the_same_result(
 def test_retracted_requests_end_with_the_tokens_of_an_undisturbed_run(
     small: Server, expected: Oracle, prompt: Callable[..., list[int]]
 ) -> None:
-    prompts = [prompt(380, seed) for seed in range(1, 6)]
+    # Their prompts fit, but not the page that each starts after 40 new tokens.
+    prompts = [prompt(600, seed) for seed in range(1, 9)]
+    assert 8 * 5 * 128 <= POOL_TOKENS < 8 * 6 * 128
     # Requests that may end early are admitted by a guess; with `ignore_eos` SGLang would count exactly.
-    answers = small.complete_together(prompts, new_tokens=300, ignore_eos=False)
+    answers = small.complete_together(prompts, new_tokens=60, ignore_eos=False)
     retractions = [answer.retractions for answer in answers]
     assert sum(retractions) > 0, "the pool was large enough after all"
     for ids, answer in zip(prompts, answers):
@@ -93,11 +93,12 @@ def test_a_client_that_disconnects_is_aborted_and_the_others_are_not_disturbed(
         time.sleep(0.2)
 
 
+@pytest.mark.long
 def test_without_the_radix_cache_nothing_is_cached_and_the_results_are_the_same(
     tiny: Path, expected: Oracle, prompt: Callable[..., list[int]], tmp_path: Path
 ) -> None:
     ids = prompt(700)
-    with server(tiny, tmp_path, "--chunked-prefill-size", "384", "--disable-radix-cache") as uncached:
+    with server(tiny, tmp_path, "--chunked-prefill-size", "256", "--disable-radix-cache") as uncached:
         for _ in range(2):
             answer = uncached.complete(ids, new_tokens=5)
             assert answer.cached_tokens == 0
