@@ -117,12 +117,12 @@ def step_cost(layout: Layout, step: Step) -> Cost:
     dense = config.num_hidden_layers - sparse
     heads = config.num_attention_heads // parallel.attention_tp
     kv_heads = kv_heads_per_rank(config, parallel)
-    index_tokens = step.requests * step.context
+    cached_tokens = step.requests * step.context
     if step.sharing:
-        index_tokens = step.shared_tokens + step.requests * step.private_tokens
+        cached_tokens = step.shared_tokens + step.requests * step.private_tokens
     chosen = min(config.topk_blocks * BLOCK_TOKENS, step.context)
-    # Rows of a request may choose the same blocks: no more is read than there is.
-    chosen_tokens = min(step.requests * step.context, rows * chosen)
+    # Rows may choose the same blocks: no more is read than there is.
+    chosen_tokens = min(cached_tokens, rows * chosen)
     kv_per_layer = kv_bytes_per_token(config, parallel, layout.kv_element_bytes) / config.num_hidden_layers
     untouched = (1 - config.num_experts_per_tok / config.num_local_experts) ** rows
     attention = weights.attention + weights.index
@@ -134,9 +134,9 @@ def step_cost(layout: Layout, step: Step) -> Cost:
             "experts": weights.experts * (1 - untouched),
             "shared expert and dense MLP": mlp,
             "router and head": weights.router + weights.output,
-            "index keys": index_tokens * index_bytes_per_token(config, parallel, layout.index_element_bytes),
+            "index keys": cached_tokens * index_bytes_per_token(config, parallel, layout.index_element_bytes),
             "chosen blocks": chosen_tokens * kv_per_layer * sparse,
-            "dense layers' cache": step.requests * step.context * kv_per_layer * dense,
+            "dense layers' cache": cached_tokens * kv_per_layer * dense,
         },
         flops={
             "attention weights": 2 * rows * attention / layout.linear_bytes,

@@ -66,6 +66,8 @@ def main(chosen: argparse.Namespace, load: Workload, corpus_of: Callable[[str], 
 
     if chosen.most < 1:
         raise ValueError("--most must be at least 1")
+    if chosen.tokens_per_s <= 0 or chosen.first_token_s <= 0:
+        raise ValueError("--tokens-per-s and --first-token-s must be above 0")
     target = Target(chosen.tokens_per_s, chosen.first_token_s, chosen.quantile)
     (variation,) = load.variations()[-1:]
     made = Load.of(variation, corpus_of(server.info(chosen.url)["model_path"]), chosen.seed)
@@ -73,14 +75,21 @@ def main(chosen: argparse.Namespace, load: Workload, corpus_of: Callable[[str], 
     warm_prefixes(chosen.url, made)
 
     def meets(concurrency: int) -> bool:
-        warm_up(chosen.url, made, concurrency)
+        try:
+            warm_up(chosen.url, made, concurrency)
+        except RuntimeError as error:
+            print(f"{concurrency:4} at once: warming up failed: {error}", flush=True)
+            return False
         record, _ = measure(chosen.url, made, concurrency, title=f"{load.name} at {concurrency}")
+        fits = not record["failed"] and target.met(record)
+        if chosen.out:
+            with chosen.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"max_concurrency": concurrency, "met": fits, **record}) + "\n")
         if record["failed"]:
             print(
                 f"{concurrency:4} at once: {record['failed']} requests failed: {record['errors']}", flush=True
             )
             return False
-        fits = target.met(record)
         each = 1e3 / max(record[f"{chosen.quantile}_tpot_ms"], 1e-9)
         first = record[f"{chosen.quantile}_ttft_ms"] / 1e3
         print(
@@ -88,9 +97,6 @@ def main(chosen: argparse.Namespace, load: Workload, corpus_of: Callable[[str], 
             f"{'meets' if fits else 'misses'} the target",
             flush=True,
         )
-        if chosen.out:
-            with chosen.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"max_concurrency": concurrency, "met": fits, **record}) + "\n")
         return fits
 
     met = [concurrency for concurrency, fits in probes(meets, chosen.most) if fits]

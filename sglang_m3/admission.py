@@ -10,6 +10,7 @@ import numpy as np
 from sglang.srt.configs.model_config import is_minimax_sparse
 from sglang.srt.entrypoints.openai.protocol import DEFAULT_MODEL_NAME
 from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.runtime_context import get_serving
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
@@ -57,6 +58,8 @@ def _check(obj: Any, input_ids: Sequence[int] | None, vocab_size: int) -> None:
         # A continued session may add nothing to its context.
         raise ValueError("The prompt is empty; send one token at least.")
     top_logprobs = getattr(obj, "top_logprobs_num", None) or 0
+    if not isinstance(top_logprobs, int):
+        raise ValueError(f"top_logprobs must be an integer, got {top_logprobs!r}.")
     if not 0 <= top_logprobs <= vocab_size:
         raise ValueError(
             f"top_logprobs must be 0 to {vocab_size}, the tokens of this model; got {top_logprobs}."
@@ -64,13 +67,27 @@ def _check(obj: Any, input_ids: Sequence[int] | None, vocab_size: int) -> None:
     sampling = obj.sampling_params or {}
     stop_token_ids = sampling.get("stop_token_ids")
     if stop_token_ids:
-        check_token_ids("stop_token_ids", list(stop_token_ids), vocab_size)
+        if not isinstance(stop_token_ids, Sequence | set | frozenset):
+            raise ValueError(f"stop_token_ids must be a list, got {stop_token_ids!r}.")
+        # SGLang leaves out None and converts the rest.
+        check_token_ids("stop_token_ids", _integers(stop_token_ids), vocab_size)
     stop_regex = sampling.get("stop_regex") or ()
-    for pattern in (stop_regex,) if isinstance(stop_regex, str) else stop_regex:
+    patterns = (stop_regex,) if isinstance(stop_regex, str) else stop_regex
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"stop_regex must be a string or a list of strings, got {stop_regex!r}.")
+    for pattern in patterns:
         try:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(f"stop_regex {pattern!r} is no regular expression: {error}.") from error
+
+
+def _integers(token_ids: Any) -> list[Any]:
+    """As SGLang's `SamplingParams` reads a list of token ids."""
+    try:
+        return [int(token_id) for token_id in token_ids if token_id is not None]
+    except (TypeError, ValueError):
+        return list(token_ids)
 
 
 async def around_handle_request(
@@ -84,9 +101,11 @@ async def around_handle_request(
     manager = serving.tokenizer_manager
     if not is_minimax_sparse(manager.model_config.hf_config) or manager.server_args.enable_lora:
         return await original(serving, request, raw_request)
-    served = manager.served_model_name
+    # After a weight update from disk the manager has the new path for both; clients keep the name they had.
+    served = get_serving().served_model_name
     name = getattr(request, "model", DEFAULT_MODEL_NAME)
-    if name.partition(":")[0] in (DEFAULT_MODEL_NAME, served, manager.model_path):
+    known = (DEFAULT_MODEL_NAME, served, manager.served_model_name, manager.model_path)
+    if name.partition(":")[0] in known:
         return await original(serving, request, raw_request)
     return serving.create_error_response(
         f"The model {name!r} does not exist; this server has {served!r}.",

@@ -76,6 +76,10 @@ def test_embeddings_and_a_continued_session_need_no_ids() -> None:
     [
         ({"sampling_params": {"stop_token_ids": [1, VOCAB]}}, r"stop_token_ids .* at position 1"),
         ({"top_logprobs_num": VOCAB + 1}, "top_logprobs must be 0 to 1000"),
+        ({"top_logprobs_num": "3"}, "top_logprobs must be an integer"),
+        ({"sampling_params": {"stop_token_ids": 5}}, "stop_token_ids must be a list"),
+        ({"sampling_params": {"stop_regex": 5}}, "stop_regex must be a string or a list"),
+        ({"sampling_params": {"stop_regex": [5]}}, "stop_regex must be a string or a list"),
         ({"top_logprobs_num": -1}, "top_logprobs"),
         ({"sampling_params": {"stop_regex": "("}}, r"stop_regex '\(' is no regular expression"),
         ({"sampling_params": {"stop_regex": ["a+", "[b"]}}, r"stop_regex '\[b'"),
@@ -102,19 +106,23 @@ def test_ids_elsewhere_in_a_request_are_checked(fields: dict[str, Any], message:
         ("another", OTHER, False, True),
     ],
 )
-def test_models_names(name: str, architecture: str, enable_lora: bool, served: bool) -> None:
+def test_models_names(
+    name: str, architecture: str, enable_lora: bool, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def original(*_: Any) -> str:
         return "served"
 
     serving = SimpleNamespace(
         tokenizer_manager=manager(
             architecture,
-            served_model_name="tiny",
+            # What SGLang puts there after a weight update from disk.
+            served_model_name="/models/tiny",
             model_path="/models/tiny",
             server_args=SimpleNamespace(enable_lora=enable_lora),
         ),
         create_error_response=lambda message, **fields: (message, fields),
     )
+    monkeypatch.setattr(admission, "get_serving", lambda: SimpleNamespace(served_model_name="tiny"))
     request = SimpleNamespace(model=name)
     answer = asyncio.run(admission.around_handle_request(original, serving, request, None))
     if served:

@@ -26,6 +26,7 @@ DEFAULTS = {
     "speculative_ngram_max_bfs_breadth": 10,
     "_quantization_explicitly_unset": False,
     **{name: values[0] for name, values in overrides.NOT_YET.items()},
+    "enable_dynamic_chunking": False,
     "cuda_graph_backend_prefill": None,
     "disable_cuda_graph": False,
     "dtype": "auto",
@@ -136,6 +137,7 @@ def test_what_needs_a_gpu_is_refused_without_one(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ({"enable_dynamic_chunking": True}, r"--enable-dynamic-chunking True .*on Hopper"),
         ({"kv_cache_dtype": "fp8_e5m2"}, r"--kv-cache-dtype fp8_e5m2 .*on Hopper"),
         (
             {"speculative_algorithm": "NGRAM"},

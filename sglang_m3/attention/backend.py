@@ -40,6 +40,11 @@ class M3SparseBackend(AttentionBackend):
         # The pool has the layers of this pipeline stage.
         stage = range(runner.layer_info.start_layer, runner.layer_info.end_layer)
         self.sparse_layer_ids = [layer for layer in self.parameters.sparse_layers if layer in stage]
+        if not self.sparse_layer_ids:
+            raise ValueError(
+                f"the pipeline stage of layers {stage[0]} to {stage[-1]} has no sparse layer, which is not "
+                "supported; use a smaller --pp-size or another SGLANG_PP_LAYER_PARTITION"
+            )
         self.counters = SelectionCounters(runner.device)
         metrics.publish_from(self.counters)
         record = settings.read().record_blocks

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from sglang_m3.attention.parameters import SelectionParameters, serves
 
+MOST_REQUESTS = 4096
+"""Running requests that SGLang takes at most where `--max-running-requests` is not given."""
+
 
 @dataclass(frozen=True)
 class StepShape:
@@ -109,7 +112,7 @@ def around_profile_available_bytes(
     shape = StepShape.of(
         config,
         configurator.server_args,
-        requests=resolving_view(configurator.server_args).max_running_requests or 2048,
+        requests=resolving_view(configurator.server_args).max_running_requests or MOST_REQUESTS,
         pages=available // (BLOCK_TOKENS * 2 * 2 * config.head_dim),
     )
     return available - sum(bytes_needed(shape))

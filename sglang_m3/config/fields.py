@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,7 +76,7 @@ class Fields:
             return value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(name, f"must be a number, not {describe(value)}")
-        if not (math.isfinite(value) and minimum < value < 1e30):
+        if not minimum < value < 1e30:
             raise self.error(name, f"is {value}; it must be a number above {minimum:g}")
         return float(value)
 

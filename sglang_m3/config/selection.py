@@ -108,7 +108,11 @@ def _sparse_layers(text: Fields, sparse: Fields | None, layers: int) -> tuple[in
 
 def _names_m3s_attention(text: Fields) -> bool:
     """Whether `layer_types` is M3's; transformers' class for the text part's model type fills in its own."""
-    return "layer_types" in text and "minimax_m3_sparse" in text["layer_types"]
+    if "layer_types" not in text:
+        return False
+    types = text["layer_types"]
+    # What is no list is refused by whoever reads it.
+    return not isinstance(types, list | tuple) or "minimax_m3_sparse" in types
 
 
 def _forced_blocks(

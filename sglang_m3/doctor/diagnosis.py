@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from sglang_m3 import settings
+from sglang_m3.architectures import M3_ARCHITECTURES
 from sglang_m3.doctor.machine import Machine
 from sglang_m3.doctor.memory import (
     ELEMENT_BYTES,
@@ -21,7 +24,7 @@ from sglang_m3.doctor.resolve import Resolution
 from sglang_m3.overrides import SERVED, SERVED_BY_SGLANG
 from sglang_m3.ports import PortTakenError, check_port
 
-DEFAULT_REQUESTS = 2048
+DEFAULT_REQUESTS = 4096
 """Running requests that workspaces are sized for where `--max-running-requests` is not given."""
 
 
@@ -60,12 +63,15 @@ def diagnose(resolution: Resolution, machine: Machine) -> Diagnosis:
     problems = [resolution.error] if resolution.error else []
     notes: list[str] = []
     quantization = view.quantization or (resolution.config.quant_method if resolution.config else None)
-    left_to_sglang = machine.target is None or quantization in SERVED_BY_SGLANG
+    other_model = _is_another_model(resolution)
+    left_to_sglang = machine.target is None or quantization in SERVED_BY_SGLANG or other_model
     if machine.target is None:
         notes.append(
             f"{machine.name} is neither Hopper nor without a GPU: SGLang is left as it is, "
             "the plugin does nothing"
         )
+    elif other_model:
+        notes.append(f"{resolution.model} is not MiniMax-M3: the plugin leaves it to SGLang")
     elif quantization in SERVED_BY_SGLANG:
         notes.append(f"{quantization} is SGLang's own on Hopper, and left to it")
     flags = {
@@ -90,18 +96,39 @@ def diagnose(resolution: Resolution, machine: Machine) -> Diagnosis:
     if (
         resolution.config is not None
         and weights is not None
+        and _settings_are_readable()
         and not check_division(resolution.config, parallel)
     ):
         memory = _memory(resolution, machine, parallel, weights)
         _judge(memory, resolution, machine, weights, problems, notes)
-    elif resolution.config is None and not resolution.error:
+    elif resolution.config is None and not resolution.error and not other_model:
         notes.append(f"memory is not estimated: {resolution.model} has no config.json here that can be read")
-    elif weights is None:
+    elif weights is None and not other_model:
         notes.append(f"memory is not estimated for {quantization} weights, whose layout is SGLang's")
     if machine.here and (taken := _port_problem(view)) is not None:
         problems.append(taken)
     operators = {} if resolution.error else _operators(machine, view, weights, left_to_sglang)
     return Diagnosis(machine.name, resolution.model, flags, operators, memory, problems, notes)
+
+
+def _is_another_model(resolution: Resolution) -> bool:
+    path = Path(resolution.model) / "config.json"
+    if resolution.config is not None or not path.is_file():
+        return False
+    try:
+        architectures = json.loads(path.read_text(encoding="utf-8")).get("architectures") or ()
+    except (json.JSONDecodeError, AttributeError):
+        return False
+    return bool(architectures) and not set(architectures) & set(M3_ARCHITECTURES)
+
+
+def _settings_are_readable() -> bool:
+    """What is wrong with them, a server would say as well: it is among the problems."""
+    try:
+        settings.read(os.environ)
+    except settings.SettingError:
+        return False
+    return True
 
 
 def _plain(value: Any) -> Any:
@@ -209,6 +236,11 @@ def _operators(machine: Machine, view: Any, weights: str | None, left_to_sglang:
         for name in ("plan_prefix", "choose_blocks", "attend_blocks", "store_tokens")
     }
     quantized = weights == "mxfp8"
+    asked = settings.read(os.environ).mxfp8
+    fast = asked == "fast" or (asked == "auto" and view.moe_runner_backend == "deep_gemm")
+    many = (
+        "DeepGEMM with FP8 activations for many tokens, for few " if fast and machine.target == "sm90" else ""
+    )
     experts = (
         "SGLang's native experts with M3's activation"
         if machine.target == "cpu"
@@ -220,6 +252,8 @@ def _operators(machine: Machine, view: Any, weights: str | None, left_to_sglang:
         "dense layers: decode": ours["attend_blocks"]
         if machine.target == "sm90"
         else f"SGLang's {view.attention_backend}",
-        "experts": f"m3_kernels.mxfp8_experts, {kind}" if quantized else experts,
-        "linear layers": f"m3_kernels.mxfp8_linear, {kind}" if quantized else "torch.nn.functional.linear",
+        "experts": many + f"m3_kernels.mxfp8_experts, {kind}" if quantized else experts,
+        "linear layers": many + f"m3_kernels.mxfp8_linear, {kind}"
+        if quantized
+        else "torch.nn.functional.linear",
     }

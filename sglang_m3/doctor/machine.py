@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -103,12 +104,19 @@ def pretending(machine: Machine) -> Iterator[None]:
     from sglang.srt.arg_groups import kv_shard_hook, memory_hook
     from sglang.srt.runtime_context import override_platform
 
+    from sglang_m3.quantization import layout
+
     total = None if machine.gpu is None else machine.gpu.total_bytes / MIB
 
     def memory_capacity(device: str | None = None) -> float | None:
         return total
 
-    replaced = [(hardware, "target", lambda: machine.target)]
+    # What is installed here is taken to be installed there.
+    installed = importlib.util.find_spec("deep_gemm") is not None
+    replaced = [
+        (hardware, "target", lambda: machine.target),
+        (layout, "has_deep_gemm", lambda: machine.target == "sm90" and installed),
+    ]
     for module in (memory_hook, kv_shard_hook):
         replaced.append((module, "get_device_memory_capacity", memory_capacity))
     with contextlib.ExitStack() as stack:

@@ -73,6 +73,7 @@ def resolve(flags: Sequence[str], machine: Machine) -> Resolution:
             if name is not None:
                 parsed.load_format = "dummy"
                 parsed.skip_tokenizer_init = True
+            asked_device = parsed.device
             if machine.gpu is not None and not machine.here:
                 parsed.device = parsed.device or "cuda"
             args = ServerArgs.from_cli_args(parsed)
@@ -80,7 +81,7 @@ def resolve(flags: Sequence[str], machine: Machine) -> Resolution:
             error = _resolve(args)
             config = _config(folder, parsed.json_model_override_args)
     view = resolving_view(args)
-    passing = _STANDS_IN if name is not None else set()
+    passing = _STANDS_IN if name is not None else {"device"} if asked_device is None else set()
     given = {
         key: value for key, value in raw.items() if key not in passing and value != parser.get_default(key)
     }

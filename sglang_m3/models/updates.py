@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from sglang.srt.distributed.parallel_state import get_world_group
+
 from sglang_m3.models.loading import WeightError
 
 Answer = tuple[bool, str]
@@ -16,12 +19,14 @@ def around_update_from_tensor(
 ) -> Answer:
     """Around `WeightUpdater.update_weights_from_tensor`, which lets what a model raises end the scheduler.
 
-    `loading.load` checks a list of tensors before it copies any.
+    `loading.load` checks names and shapes of a list before it copies any tensor; what is wrong with a format
+    is found at the tensor, after those before it were copied.
     """
-    try:
-        return original(updater, *args, **kwargs)
-    except WeightError as error:
-        return False, f"Nothing was updated: {error}"
+    answer, problem = _attempt(original, updater, *args, **kwargs)
+    if problem is None:
+        return answer
+    _forget_problems(updater.get_model())
+    return False, f"{problem}; tensors before the first that does not fit may be new: send all of them again"
 
 
 def around_update_from_disk(
@@ -35,12 +40,40 @@ def around_update_from_disk(
     """Around `WeightUpdater.update_weights_from_disk`, whose way back loads the refused path again.
 
     Tensors that were copied before the first that does not fit are put back from the checkpoint that was
-    served before.
+    served before, on every rank.
     """
     before = updater.model_config.model_path
+    answer, problem = _attempt(original, updater, model_path, load_format, *args, **kwargs)
+    if problem is None:
+        return answer
+    _forget_problems(updater.get_model())
+    restored, message = original(updater, before, load_format, *args, **kwargs)
+    if not restored:
+        return False, f"{problem}; {before} cannot be loaded again, start the server anew: {message}"
+    return False, f"{before} is served as before: {problem}"
+
+
+def _attempt(original: Callable[..., Answer], *args: Any, **kwargs: Any) -> tuple[Answer, str | None]:
+    """SGLang's answer, and what any rank found wrong: a rank sees only the experts that it holds."""
+    answer, problem = (False, ""), None
     try:
-        return original(updater, model_path, load_format, *args, **kwargs)
+        answer = original(*args, **kwargs)
     except WeightError as error:
-        restored, message = original(updater, before, load_format, *args, **kwargs)
-        assert restored, message
-        return False, f"{before} is served as before: {error}"
+        problem = str(error)
+    return answer, next((found for found in _on_all_ranks(problem) if found is not None), None)
+
+
+def _on_all_ranks(problem: str | None) -> list[str | None]:
+    world = get_world_group()
+    problems: list[str | None] = [problem] * world.world_size
+    if world.world_size > 1:
+        torch.distributed.all_gather_object(problems, problem, group=world.cpu_group)
+    return problems
+
+
+def _forget_problems(model: torch.nn.Module) -> None:
+    """Layers keep what was wrong with a tensor until it arrives again; a refused update ends that."""
+    for module in model.modules():
+        tensors = getattr(getattr(module, "quant_method", None), "tensors", None)
+        if tensors is not None:
+            tensors.forget_problems()

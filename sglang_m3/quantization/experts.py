@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from sglang_m3.quantization.deep_gemm import grouped_experts
-from sglang_m3.quantization.layout import TOKENS_PER_EXPERT, check_numbers, coarsen
+from sglang_m3.quantization.layout import TOKENS_PER_EXPERT, check_numbers, coarsen, renew
 from sglang_m3.quantization.loading import PLAIN, SCALE, LayerTensors, Loader, checkpoint_prefix, quantize_on
 
 if TYPE_CHECKING:
@@ -118,10 +118,11 @@ class M3MxFp8ExpertsMethod(FusedMoEMethodBase):
         """Raise what was wrong with the layer's tensors (`WeightFormatError`); bring them into the layout."""
         self.tensors.check_complete()
         scales = {}
+        before = getattr(layer, "block_scales", None) or {}
         for name in ("w13_weight", "w2_weight"):
             label = f"{checkpoint_prefix(self.prefix)}.{name.removesuffix('_weight')}"
             check_numbers(layer.get_parameter(name), layer.get_parameter(name + SCALE), label)
-            scales[name] = coarsen(layer, name, name + SCALE, label)
+            scales[name] = renew(before.get(name), coarsen(layer, name, name + SCALE, label))
         layer.block_scales = None if None in scales.values() else scales
 
     def apply(self, layer: Module, dispatch_output: StandardDispatchOutput) -> StandardCombineInput:

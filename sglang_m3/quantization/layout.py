@@ -79,6 +79,13 @@ def coarsen(layer: Module, name: str, scale_name: str, label: str) -> Tensor | N
     return block_scales(scale.data)
 
 
+def renew(before: Tensor | None, scales: Tensor | None) -> Tensor | None:
+    """`scales`, after a weight update in the tensor that held them before: captured graphs read it there."""
+    if before is None or scales is None:
+        return scales
+    return before.copy_(scales)
+
+
 def _report(label: str, results: list[Coarsening]) -> None:
     values = sum(result.values for result in results)
     changed = sum(result.changed for result in results)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from sglang_m3.quantization.deep_gemm import multiply
-from sglang_m3.quantization.layout import LINEAR_TOKENS, check_numbers, coarsen
+from sglang_m3.quantization.layout import LINEAR_TOKENS, check_numbers, coarsen, renew
 from sglang_m3.quantization.loading import SCALE, LayerTensors, Loader, merged_name, quantize_on
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class M3MxFp8LinearMethod(LinearMethodBase):
             name = merged_name(self.prefix, self.config.packed_modules_mapping, *(shard or (None,)))
             name += SCALE if parameter is scale else ""
             self.tensors.arrive(name, loaded, input_size, _rows(layer, *shard))
+            self._check_format_stays(layer, name, loaded)
             if parameter is scale or loaded.dtype == torch.float8_e4m3fn:
                 weight_loader(parameter, loaded, *shard)
             elif self.config.origin == "plain":
@@ -84,6 +85,15 @@ class M3MxFp8LinearMethod(LinearMethodBase):
         layer.register_parameter("weight", weight)
         layer.register_parameter("weight" + SCALE, scale)
 
+    def _check_format_stays(self, layer: Module, name: str, loaded: Tensor) -> None:
+        """Captured graphs hold the addresses of weights and scales, so an update keeps a layer's format."""
+        plain = layer.quant_method is not self
+        quantized = loaded.dtype in (torch.float8_e4m3fn, torch.uint8)
+        if plain and quantized:
+            raise self.tensors.fail(name, "is MXFP8, but the layer's weights are unquantised")
+        if hasattr(layer, "weight_block_scale") and not quantized and self.config.origin == "mxfp8":
+            raise self.tensors.fail(name, f"is {loaded.dtype}, but the layer's weights in use are MXFP8")
+
     def _become_plain(self, layer: Module, dtype: torch.dtype) -> None:
         """Give the layer room for unquantised weights, at their first arrival."""
         if layer.quant_method is not self:
@@ -97,7 +107,8 @@ class M3MxFp8LinearMethod(LinearMethodBase):
         self.tensors.check_complete()
         label = merged_name(self.prefix, self.config.packed_modules_mapping, None)
         check_numbers(layer.weight, layer.weight_scale_inv, label)
-        layer.weight_block_scale = coarsen(layer, "weight", "weight" + SCALE, label)
+        before = getattr(layer, "weight_block_scale", None)
+        layer.weight_block_scale = renew(before, coarsen(layer, "weight", "weight" + SCALE, label))
 
     def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`[..., K]` -> `[..., N]` in `x`'s dtype."""

@@ -48,6 +48,10 @@ class LayerTensors:
         self._problems[name] = f"{name} {problem}"
         return WeightFormatError(self._problems[name])
 
+    def forget_problems(self) -> None:
+        """Take back what was wrong: the update that brought it was refused."""
+        self._problems.clear()
+
     def arrive(self, name: str, tensor: Tensor, columns: int, rows: int | None) -> None:
         """Check and note a tensor of the checkpoint.
 

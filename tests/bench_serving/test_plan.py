@@ -32,15 +32,20 @@ def test_the_emulated_rank_costs_what_the_real_one_does_but_for_its_routing() ->
 
 
 @pytest.mark.parametrize("requests", [1, 8, 64])
-def test_sharing_reads_the_prefix_s_index_keys_once(requests: int) -> None:
+def test_sharing_reads_a_prefix_once(requests: int) -> None:
     shared, unshared = (
         step_cost(EIGHT, Step(requests, 1, 60_000, 500, sharing)).bytes for sharing in (True, False)
     )
     per_token = index_bytes_per_token(RELEASED, EIGHT.parallel)
     assert shared["index keys"] == (60_000 + requests * 500) * per_token
     assert unshared["index keys"] == requests * 60_500 * per_token
-    changed = {part for part in shared if shared[part] != unshared[part]}
-    assert changed == ({"index keys"} if requests > 1 else set())
+    of_all = (60_000 + requests * 500) / (requests * 60_500)
+    assert shared["dense layers' cache"] == pytest.approx(unshared["dense layers' cache"] * of_all)
+    # A row reads 2,048 tokens at most, and rows together no more than there are.
+    of_chosen = min(1, (60_000 + requests * 500) / (requests * 2048))
+    assert shared["chosen blocks"] == pytest.approx(unshared["chosen blocks"] * of_chosen)
+    parts = {"index keys", "dense layers' cache", "chosen blocks"}
+    assert {part for part in shared if shared[part] != unshared[part]} <= (parts if requests > 1 else set())
 
 
 def test_every_expert_is_read_once_and_never_more() -> None:

@@ -85,3 +85,12 @@ def check(read: M3Config) -> None:
     assert read.dense_intermediate_size or len(read.moe_layers) == read.num_hidden_layers
     again = M3Config.read({"architectures": ["MiniMaxM3SparseForCausalLM"], **read.text_fields()})
     assert (again.rope.rotary_dim, again.sparse_layers) == (read.rope.rotary_dim, read.sparse_layers)
+
+
+@pytest.mark.parametrize("shape", range(2), ids=["nested", "flat"])
+@pytest.mark.parametrize(("name", "value"), [("rms_norm_eps", 10**400), ("layer_types", 5)], ids=str)
+def test_what_mutations_do_not_reach_is_refused_by_field(shape: int, name: str, value: object) -> None:
+    config = copy.deepcopy(SHAPES[shape])
+    config.get("text_config", config)[name] = value
+    with pytest.raises(ConfigError, match=name):
+        M3Config.read(config)
