@@ -182,7 +182,6 @@ SYMBOLS = (
     Symbol("sglang.srt.runtime_context.get_parallel", "heads per rank"),
     Symbol("sglang.srt.runtime_context.get_server_args", "the dtype of index keys"),
     Symbol("sglang.srt.runtime_context.get_serving", "refusing the name of another model"),
-    Symbol("sglang.srt.distributed.parallel_state.get_world_group", "refusing a weight update on all ranks"),
     Symbol(
         "sglang.srt.mem_cache.memory_pool.get_minimax_sparse_index_dtype",
         "the dtype of index keys",

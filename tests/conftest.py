@@ -6,9 +6,38 @@ must not inherit the variable (`launch.server`).
 
 from __future__ import annotations
 
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.kernels import sm90  # noqa: F401
+
+ROOT = Path(__file__).parents[1]
+
+
+class ByServer(LoadScopeScheduling):
+    """Gives a worker whole groups of files: those that share a server, by their `xdist_group`.
+
+    pytest-xdist's own `--dist loadgroup` says so in test ids, which pytest 9.2 no longer lets it change.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _group_of_file(nodeid.split("::")[0])
+
+
+@functools.cache
+def _group_of_file(path: str) -> str:
+    named = re.search(r'xdist_group\("([^"]+)"\)', (ROOT / path).read_text(encoding="utf-8"))
+    return path if named is None else named[1]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByServer | None:
+    """For `--dist loadgroup`."""
+    return ByServer(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.distributed.parallel_state import get_world_group
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_m3.models.loading import WeightError
 
@@ -40,7 +40,7 @@ def around_update_from_disk(
     """Around `WeightUpdater.update_weights_from_disk`, whose way back loads the refused path again.
 
     Tensors that were copied before the first that does not fit are put back from the checkpoint that was
-    served before, on every rank.
+    served before, on every rank of the pipeline stage.
     """
     before = updater.model_config.model_path
     answer, problem = _attempt(original, updater, model_path, load_format, *args, **kwargs)
@@ -64,10 +64,11 @@ def _attempt(original: Callable[..., Answer], *args: Any, **kwargs: Any) -> tupl
 
 
 def _on_all_ranks(problem: str | None) -> list[str | None]:
-    world = get_world_group()
-    problems: list[str | None] = [problem] * world.world_size
-    if world.world_size > 1:
-        torch.distributed.all_gather_object(problems, problem, group=world.cpu_group)
+    """Of the ranks that hold the same layers; a pipeline's stages get an update one after another."""
+    ranks = get_parallel().tp_group
+    problems: list[str | None] = [problem] * ranks.world_size
+    if ranks.world_size > 1:
+        torch.distributed.all_gather_object(problems, problem, group=ranks.cpu_group)
     return problems
 
 

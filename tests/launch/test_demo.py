@@ -19,9 +19,8 @@ BRANCHES = 8
 
 def test_the_demo_is_healthy_within_a_minute_and_prints_what_was_shared() -> None:
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    ended = subprocess.run(
-        ["make", "demo"], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=400
-    )
+    command = ["make", "--no-print-directory", "demo"]
+    ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=400)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     _, first, second = ended.stdout.split("\n== ")
     cached = []

@@ -39,7 +39,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """What the other ranks found wrong."""
     others: list[str | None] = []
     world = SimpleNamespace(world_size=1, cpu_group=None)
-    monkeypatch.setattr(updates, "get_world_group", lambda: world)
+    monkeypatch.setattr(updates, "get_parallel", lambda: SimpleNamespace(tp_group=world))
 
     def gather(problems: list[Any], mine: str | None, group: Any) -> None:
         problems[:] = [mine, *others]

@@ -14,6 +14,14 @@ pytestmark = [pytest.mark.server, pytest.mark.xdist_group("float32")]
 LENGTHS = (1, 127, 128, 129, 511, 513, 2000, 5000)
 WHOLE = 8192
 
+in_every_chunk_size = pytest.mark.parametrize(
+    "chunk",
+    [pytest.param(size, marks=pytest.mark.long) for size in (128, 384)] + [WHOLE],
+    indirect=True,
+    ids="chunk{}".format,
+)
+"""What chunks hardly touch: with small ones it is shown in `make test-long`."""
+
 
 @pytest.fixture(scope="module", params=(128, 384, WHOLE), ids="chunk{}".format)
 def chunk(request: pytest.FixtureRequest) -> int:
@@ -70,6 +78,7 @@ def test_a_prompt_that_repeats_whole_pages_is_answered_from_the_cache(
     check(chunked, expected, ids, answer)
 
 
+@in_every_chunk_size
 def test_greedy_decoding_of_200_tokens_follows_the_oracle(
     chunked: Server, expected: Oracle, prompt: Callable[..., list[int]]
 ) -> None:
@@ -79,6 +88,7 @@ def test_greedy_decoding_of_200_tokens_follows_the_oracle(
     check(chunked, expected, ids, answer)
 
 
+@in_every_chunk_size
 @pytest.mark.parametrize(("requests", "order"), [(8, "given"), (8, "reversed"), (3, "given")])
 def test_requests_that_share_a_prefix_are_each_as_if_alone(
     chunked: Server, expected: Oracle, prompt: Callable[..., list[int]], requests: int, order: str

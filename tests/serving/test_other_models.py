@@ -16,7 +16,7 @@ from sglang_m3 import hardware
 from tests.serving import small_models
 from tests.serving.client import Completion, Server
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.long]
 
 LOGPROB_TOLERANCE = 2e-5
 """Four times the largest difference seen; an expert's weights scaled by 1.0001 would cause 1e-3."""
@@ -53,7 +53,7 @@ class Other:
 
 @pytest.fixture(
     scope="module",
-    params=("qwen3-moe", pytest.param("llama", marks=pytest.mark.long)),
+    params=("qwen3-moe", "llama"),
 )
 def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Other]:
     for group in ("sglang.srt.plugins", "sglang.srt.platforms"):
