@@ -40,7 +40,7 @@ def test_a_free_port_starts(monkeypatch: pytest.MonkeyPatch, taken: int) -> None
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    launched(monkeypatch, "MiniMaxM3SparseForCausalLM", port)
+    assert launched(monkeypatch, "MiniMaxM3SparseForCausalLM", port), "SGLang's own start was not called"
 
 
 def test_a_port_of_a_closed_connection_is_free() -> None:
