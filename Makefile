@@ -12,6 +12,7 @@ TWO_AT_A_TIME := -n 2 --dist loadgroup --no-loadscope-reorder
 help:
 	@echo "make demo    serve the tiny checkpoint, run an agent-shaped program against it, stop"
 	@echo "make serve   serve the tiny checkpoint until interrupted"
+	@echo "         FLAGS='--attention-backend triton' hands SGLang further flags, in demo and serve"
 	@echo "make test    run the tests (minutes)"
 	@echo "make test-long    run the tests that take long"
 	@echo "make lint    check lint and format"
@@ -20,10 +21,10 @@ setup:
 	@bash launch/setup.sh
 
 demo: setup
-	@$(PYTHON) -m launch.demo
+	@$(PYTHON) -m launch.demo $(FLAGS)
 
 serve: setup
-	@bash launch/serve.sh
+	@bash launch/serve.sh $(FLAGS)
 
 test: setup
 	@$(PYTEST) $(TWO_AT_A_TIME) -m "not long"

@@ -1,7 +1,11 @@
-"""`make demo`: serve the tiny checkpoint, run an agent-shaped program, say what was shared, stop."""
+"""`make demo`: serve the tiny checkpoint, run an agent-shaped program, say what was shared, stop.
+
+    python -m launch.demo [SGLang's server flags]
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 
 from examples import branches
@@ -11,9 +15,9 @@ from launch.server import ROOT, serving
 LOG = ROOT / ".cache" / "demo-server.log"
 
 
-def main() -> None:
+def main(flags: tuple[str, ...]) -> None:
     print(f"starting SGLang with the tiny checkpoint; log: {LOG.relative_to(ROOT)}")
-    with serving(LOG) as url:
+    with serving(LOG, flags) as url:
         # The first run fills the cache, as an agent's first turn does; the second finds it filled.
         for title in ("first run: the prefix is computed", "second run: the prefix is cached"):
             print(f"\n== {title}")
@@ -34,4 +38,4 @@ def _run_once(url: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(tuple(sys.argv[1:]))

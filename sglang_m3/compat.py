@@ -126,6 +126,27 @@ SYMBOLS = (
         ("forward_batch",),
     ),
     Symbol(
+        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
+        ".use_captured_forward_metadata_for_breakable_cuda_graph",
+        "prefill graphs",
+    ),
+    Symbol(
+        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend.prefill_cuda_graph_max_batch_size",
+        "prefill graphs",
+    ),
+    Symbol(
+        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
+        ".init_forward_metadata_for_breakable_cuda_graph_capture",
+        "prefill graphs",
+        ("forward_batch",),
+    ),
+    Symbol(
+        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
+        ".prepare_forward_metadata_for_breakable_cuda_graph_replay",
+        "prefill graphs",
+        ("capture_metadata", "forward_batch", "static_forward_batch"),
+    ),
+    Symbol(
         "sglang.srt.layers.attention.minimax_sparse_backend.MiniMaxHybridAttnBackend",
         "routing dense and sparse layers",
         ("dense_backend", "sparse_backend", "sparse_layer_ids"),
@@ -310,6 +331,7 @@ SYMBOLS = (
         "stopping before weights load when the port is taken",
         ("server_args",),
     ),
+    Symbol("sglang.srt.entrypoints.http_server.app", "answering bad requests"),
     Symbol(
         "sglang.srt.arg_groups.model_override_base.model_config_of",
         "stopping before weights load when the port is taken",
@@ -335,6 +357,11 @@ SYMBOLS = (
         ("hf_config",),
     ),
     Symbol("sglang.srt.layers.radix_attention.RadixAttention", "attention backend"),
+    Symbol(
+        "sglang.srt.layers.radix_attention.RadixAttention.__init__",
+        "prefill graphs",
+        ("use_prefill_attention_wrapper",),
+    ),
     Symbol("sglang.srt.model_executor.forward_batch_info.ForwardBatch", "attention backend"),
     Symbol("sglang.srt.platforms.interface.PlatformCapabilities", "the CPU platform"),
     Symbol("sglang.srt.platforms.cpu.CpuDeviceMixin", "the CPU platform"),

@@ -17,6 +17,7 @@ from sglang_m3.attention import metrics
 from sglang_m3.attention.counters import SelectionCounters
 from sglang_m3.attention.parameters import SelectionParameters
 from sglang_m3.attention.pool import M3KVPool, as_pages
+from sglang_m3.attention.prefill_graph import PrefillGraphSteps, capture_whole
 from sglang_m3.attention.recorder import BlockRecorder
 from sglang_m3.attention.step import Step, longest_of, make_step, table_sizes
 from sglang_m3.attention.warmup import warm_up
@@ -61,7 +62,10 @@ class M3SparseBackend(AttentionBackend):
         on_gpu = torch.device(runner.device).type == "cuda"
         self._table_sizes = table_sizes(shape.blocks * BLOCK_TOKENS) if on_gpu else []
         self._in_capture = False
+        self.prefill_graph_steps: PrefillGraphSteps | None = None
         if on_gpu:
+            self.prefill_graph_steps = PrefillGraphSteps(shape, self._workspaces.plan, runner.device)
+            capture_whole(runner.model, self.sparse_layer_ids)
             pages = self.token_to_kv_pool.pages(self.sparse_layer_ids[0])
             warm_up(shape, self.parameters, pages, self._workspaces, runner.dtype)
         self._step: Step | None = None
@@ -78,6 +82,17 @@ class M3SparseBackend(AttentionBackend):
         mode = forward_batch.forward_mode
         if mode.is_decode() or mode.is_target_verify():
             self._make_step(forward_batch)
+
+    def refill_prefill_graph_step(self, forward_batch: ForwardBatch, tokens: int) -> Step:
+        """Prepare a prefill step of `tokens` rows, padding included, that a graph holds or is to hold."""
+        assert self.prefill_graph_steps is not None
+        self.counters.unpublished = True
+        # The graph waits for no layer that SGLang still loads from the host.
+        self.token_to_kv_pool.pages(self.sparse_layer_ids[-1])
+        steps, table = self.prefill_graph_steps, self.req_to_token_pool.req_to_token
+        self._step, self._chosen = steps.refill(forward_batch, table, tokens), steps.chosen(tokens)
+        self.counters.count(self._step.plan)
+        return self._step
 
     def _table_tokens(self, forward_batch: ForwardBatch) -> int:
         if self._in_capture:

@@ -11,6 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from torch import Tensor
 
 from sglang_m3.attention.backend import M3SparseBackend
+from sglang_m3.attention.step import Step
 
 
 class M3HybridBackend(MiniMaxHybridAttnBackend):
@@ -22,6 +23,31 @@ class M3HybridBackend(MiniMaxHybridAttnBackend):
 
     dense: AttentionBackend
     sparse: M3SparseBackend
+    use_captured_forward_metadata_for_breakable_cuda_graph = True
+
+    def __init__(
+        self, dense_backend: AttentionBackend, sparse_backend: M3SparseBackend, sparse_layer_ids: list[int]
+    ) -> None:
+        super().__init__(dense_backend, sparse_backend, sparse_layer_ids)
+        steps = sparse_backend.prefill_graph_steps
+        self.prefill_cuda_graph_max_batch_size = None if steps is None else steps.requests
+
+    def init_forward_metadata_for_breakable_cuda_graph_capture(self, forward_batch: ForwardBatch) -> Step:
+        """Prepare the capture of a prefill graph, of which dense layers are no part."""
+        self.dense.init_forward_metadata(forward_batch)
+        return self.sparse.refill_prefill_graph_step(forward_batch, len(forward_batch.input_ids))
+
+    def prepare_forward_metadata_for_breakable_cuda_graph_replay(
+        self,
+        capture_metadata: Step,
+        forward_batch: ForwardBatch,
+        *,
+        static_forward_batch: ForwardBatch | None = None,
+    ) -> None:
+        """Prepare a replay: `capture_metadata`, the captured step, comes to describe `forward_batch`."""
+        self.dense.init_forward_metadata(forward_batch)
+        step = self.sparse.refill_prefill_graph_step(forward_batch, len(capture_metadata.rows))
+        assert step.same_memory(capture_metadata)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         self.sparse.init_forward_metadata(forward_batch)

@@ -28,6 +28,16 @@ class Step:
     rows: Rows
     plan: PrefixPlan
 
+    def same_memory(self, other: Step) -> bool:
+        """Whether a graph that was captured with one step reads the other."""
+        return all(
+            (mine.data_ptr(), mine.shape) == (theirs.data_ptr(), theirs.shape)
+            for mine, theirs in zip(self._tensors(), other._tensors())
+        )
+
+    def _tensors(self) -> list[Tensor]:
+        return [self.page_table, self.rows.request, self.rows.position, *vars(self.plan).values()]
+
 
 def rows_of(forward_batch: ForwardBatch) -> Rows:
     """The query tokens: one per request in decode, a chunk per request in extend, a draft's in verify.

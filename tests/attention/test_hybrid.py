@@ -12,6 +12,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_m3.attention.backend import M3SparseBackend
 from sglang_m3.attention.hybrid import M3HybridBackend
 from sglang_m3.attention.pool import M3KVPool
+from sglang_m3.attention.step import Step
 from sglang_m3.attention.workspace import Workspaces
 
 DENSE_LAYER, SPARSE_LAYER = 0, 1
@@ -22,7 +23,7 @@ class Recording:
 
     def __init__(self, name: str, calls: list[tuple[str, str]]) -> None:
         self._name, self._calls = name, calls
-        self.kv_index_translator = None
+        self.kv_index_translator = self.prefill_graph_steps = None
 
     def __getattr__(self, method: str):
         if method.startswith("extend_dummy"):
@@ -58,6 +59,20 @@ def test_a_dense_layers_backend_prepares_exactly_the_steps_that_it_serves(
     hybrid.forward(None, None, None, SimpleNamespace(layer_id=DENSE_LAYER), batch)
     served = "attend_to_all" if dense_layers == "sparse" else "forward"
     assert calls == [("sparse", "forward"), (dense_layers, served)]
+
+
+def test_a_prefill_graph_holds_sparse_layers_and_leaves_dense_ones_to_their_backend() -> None:
+    calls: list[tuple[str, str]] = []
+    hybrid = M3HybridBackend(Recording("dense", calls), Recording("sparse", calls), [SPARSE_LAYER])
+    step = Step(torch.zeros(1, 1), Rows(torch.zeros(7), torch.zeros(7)), SimpleNamespace())
+    hybrid.sparse.refill_prefill_graph_step = lambda batch, tokens: calls.append(("sparse", tokens)) or step
+    batch = SimpleNamespace(input_ids=torch.zeros(7))
+    captured = hybrid.init_forward_metadata_for_breakable_cuda_graph_capture(batch)
+    # A replayed batch has fewer tokens than its graph.
+    hybrid.prepare_forward_metadata_for_breakable_cuda_graph_replay(
+        captured, SimpleNamespace(input_ids=torch.zeros(5)), static_forward_batch=batch
+    )
+    assert calls == [("dense", "init_forward_metadata"), ("sparse", 7)] * 2
 
 
 def test_a_dense_layer_attends_to_every_token_of_its_request() -> None:

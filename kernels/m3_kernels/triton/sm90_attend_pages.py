@@ -50,7 +50,7 @@ def _entry_page(
     return page, tl.minimum(position - block * BLOCK, BLOCK - 1), used
 
 
-@triton.jit(do_not_specialize=["row_end", "pages"])
+@triton.jit(do_not_specialize=["tile_begin", "tile_end", "row_end", "pages"])
 def count_entries(
     chosen,
     chosen_head_stride,
@@ -127,7 +127,7 @@ def lay_out_pages(
         gdc_launch_dependents()
 
 
-@triton.jit(do_not_specialize=["row_end", "pages"])
+@triton.jit(do_not_specialize=["tile_begin", "tile_end", "row_end", "pages"])
 def list_entries(
     chosen,
     chosen_head_stride,
@@ -266,7 +266,7 @@ def attend_pages(
         gdc_launch_dependents()
 
 
-@triton.jit(do_not_specialize=["row_end"])
+@triton.jit(do_not_specialize=["tile_begin", "tile_end", "row_end"])
 def merge_pages(
     partial,
     partial_lse,
