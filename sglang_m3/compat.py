@@ -296,6 +296,38 @@ SYMBOLS = (
     Symbol(
         "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat", "refusing unknown reasoning efforts"
     ),
+    Symbol(f"{_REASONING}.ReasoningParser", "markers in tool calls' values"),
+    Symbol("sglang.srt.entrypoints.openai.protocol.ResponsesRequest", "markers in tool calls' values"),
+    Symbol(
+        f"{_REASONING}.ReasoningParser.__init__",
+        "markers in tool calls' values",
+        ("model_type", "stream_reasoning", "force_reasoning", "request"),
+    ),
+    Symbol(
+        "sglang.srt.entrypoints.openai.responses_adapters.custom_tool_parameters",
+        "markers in tool calls' values",
+    ),
+    Symbol(
+        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._generate_stream_content",
+        "streamed calls in one piece",
+    ),
+    Symbol(
+        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat.supports_native_reasoning_history",
+        "thinking given back to the Messages endpoint",
+    ),
+    Symbol(
+        "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses",
+        "turns given back to the Responses endpoint",
+    ),
+    Symbol(
+        "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses._construct_input_messages",
+        "turns given back to the Responses endpoint",
+    ),
+    Symbol(
+        "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses._merge_consecutive_assistant_messages",
+        "turns given back to the Responses endpoint",
+        ("messages",),
+    ),
     Symbol(
         "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._process_messages",
         "thinking before forced calls",
@@ -355,6 +387,11 @@ SYMBOLS = (
         "sglang.srt.arg_groups.model_overrides.minimax_m3._resolve_quant_method",
         "refusing a checkpoint's quantisation",
         ("hf_config",),
+    ),
+    Symbol(
+        "sglang.srt.layers.attention.triton_backend.TritonAttnBackend",
+        "dense layers in prefill",
+        ("model_runner",),
     ),
     Symbol("sglang.srt.layers.radix_attention.RadixAttention", "attention backend"),
     Symbol(
@@ -416,7 +453,6 @@ SYMBOLS = (
     Symbol("sglang.srt.layers.moe.token_dispatcher.standard.StandardCombineInput.hidden_states", "MXFP8"),
     Symbol("sglang.srt.utils.set_weight_attrs", "MXFP8", ("weight", "weight_attrs")),
     Symbol("sglang.srt.layers.deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM", "MXFP8 with many tokens"),
-    Symbol("sglang.srt.model_executor.runner.get_is_capture_mode", "MXFP8 with many tokens"),
     Symbol("sglang.srt.layers.moe.get_moe_runner_backend", "how MXFP8 weights are kept"),
     Symbol("sglang.srt.model_loader.weight_utils.initialize_dummy_weights", "dummy weights", ("model",)),
     Symbol(
@@ -428,6 +464,11 @@ SYMBOLS = (
         "sglang.srt.layers.deep_gemm_wrapper.grouped_gemm_nt_f8f8bf16_contig",
         "MXFP8 experts with many tokens",
         ("lhs", "rhs", "out", "m_indices"),
+    ),
+    Symbol(
+        "sglang.srt.layers.deep_gemm_wrapper.grouped_gemm_nt_f8f8bf16_masked",
+        "MXFP8 experts with many tokens",
+        ("lhs", "rhs", "out", "masked_m", "expected_m"),
     ),
     Symbol("sglang.srt.model_loader.utils.get_model_architecture", "the model file", ("model_config",)),
     Symbol(

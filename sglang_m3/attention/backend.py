@@ -17,7 +17,7 @@ from sglang_m3.attention import metrics
 from sglang_m3.attention.counters import SelectionCounters
 from sglang_m3.attention.parameters import SelectionParameters
 from sglang_m3.attention.pool import M3KVPool, as_pages
-from sglang_m3.attention.prefill_graph import PrefillGraphSteps, capture_whole
+from sglang_m3.attention.prefill_graph import PrefillGraphSteps
 from sglang_m3.attention.recorder import BlockRecorder
 from sglang_m3.attention.step import Step, longest_of, make_step, table_sizes
 from sglang_m3.attention.warmup import warm_up
@@ -65,7 +65,6 @@ class M3SparseBackend(AttentionBackend):
         self.prefill_graph_steps: PrefillGraphSteps | None = None
         if on_gpu:
             self.prefill_graph_steps = PrefillGraphSteps(shape, self._workspaces.plan, runner.device)
-            capture_whole(runner.model, self.sparse_layer_ids)
             pages = self.token_to_kv_pool.pages(self.sparse_layer_ids[0])
             warm_up(shape, self.parameters, pages, self._workspaces, runner.dtype)
         self._step: Step | None = None
@@ -202,7 +201,7 @@ class M3SparseBackend(AttentionBackend):
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> Tensor:
-        """Attention of one dense layer in a decode or verify step, to every visible token.
+        """Attention of one dense layer to every visible token.
 
         Args:
             q: `[T, Hq * D]` or `[T, Hq, D]`, after normalisation and rotation, like k.

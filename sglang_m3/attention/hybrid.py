@@ -1,4 +1,4 @@
-"""Who serves which layer: sparse layers, and dense ones while decoding, are the plugin's."""
+"""Who serves which layer: sparse layers are the plugin's, and dense ones where that is faster."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ from typing import Any
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.minimax_sparse_backend import MiniMaxHybridAttnBackend
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from torch import Tensor
+from torch import Tensor, nn
 
 from sglang_m3.attention.backend import M3SparseBackend
 from sglang_m3.attention.step import Step
 
 
 class M3HybridBackend(MiniMaxHybridAttnBackend):
-    """SGLang's routing between a dense and a sparse backend, except for dense layers in decode and verify.
+    """SGLang's routing between a dense and a sparse backend, except for some dense layers.
 
-    Those attend through the plugin's operator, which loads a page once for the requests that share it; dense
-    backends load it once for each. Where the dense backend has nothing to do, it prepares nothing either.
+    In decode and verify those attend through the plugin's operator, which loads a page once for the requests
+    that share it; dense backends load it once for each. In prefill they do where the dense backend is
+    SGLang's Triton one (its default for M3 on Hopper), which is slower and which graphs have to leave. Where
+    the dense backend has nothing to do, it prepares nothing either.
     """
 
     dense: AttentionBackend
@@ -29,12 +32,14 @@ class M3HybridBackend(MiniMaxHybridAttnBackend):
         self, dense_backend: AttentionBackend, sparse_backend: M3SparseBackend, sparse_layer_ids: list[int]
     ) -> None:
         super().__init__(dense_backend, sparse_backend, sparse_layer_ids)
+        self._extends = isinstance(dense_backend, TritonAttnBackend)
         steps = sparse_backend.prefill_graph_steps
         self.prefill_cuda_graph_max_batch_size = None if steps is None else steps.requests
 
     def init_forward_metadata_for_breakable_cuda_graph_capture(self, forward_batch: ForwardBatch) -> Step:
-        """Prepare the capture of a prefill graph, of which dense layers are no part."""
-        self.dense.init_forward_metadata(forward_batch)
+        """Prepare the capture of a prefill graph."""
+        if not self._shares(forward_batch.forward_mode):
+            self.dense.init_forward_metadata(forward_batch)
         return self.sparse.refill_prefill_graph_step(forward_batch, len(forward_batch.input_ids))
 
     def prepare_forward_metadata_for_breakable_cuda_graph_replay(
@@ -45,7 +50,8 @@ class M3HybridBackend(MiniMaxHybridAttnBackend):
         static_forward_batch: ForwardBatch | None = None,
     ) -> None:
         """Prepare a replay: `capture_metadata`, the captured step, comes to describe `forward_batch`."""
-        self.dense.init_forward_metadata(forward_batch)
+        if not self._shares(forward_batch.forward_mode):
+            self.dense.init_forward_metadata(forward_batch)
         step = self.sparse.refill_prefill_graph_step(forward_batch, len(capture_metadata.rows))
         assert step.same_memory(capture_metadata)
 
@@ -79,6 +85,14 @@ class M3HybridBackend(MiniMaxHybridAttnBackend):
             return super().forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         return self.sparse.attend_to_all(q, k, v, layer, forward_batch, save_kv_cache)
 
-    @staticmethod
-    def _shares(mode: ForwardMode) -> bool:
-        return mode.is_decode() or mode.is_target_verify()
+    def capture_whole(self, model: nn.Module) -> None:
+        """Tell SGLang at which attention layers prefill graphs need no break: the plugin's."""
+        for module in model.modules():
+            if isinstance(module, RadixAttention):
+                dense = module.layer_id not in self.sparse_layer_ids
+                module.use_prefill_attention_wrapper = dense and not self._extends
+
+    def _shares(self, mode: ForwardMode) -> bool:
+        if mode.is_decode() or mode.is_target_verify():
+            return True
+        return self._extends and mode.is_extend_without_speculative()

@@ -1,20 +1,17 @@
-"""Prefill steps that keep their addresses, so that SGLang's prefill graphs hold the sparse layers whole.
+"""Prefill steps that keep their addresses, so that SGLang's prefill graphs hold attention as well.
 
 SGLang's breakable graphs leave a graph at every attention layer and run it eagerly; with short prompts the
-launches of 57 layers then take longer than their work. What a sparse layer reads besides its input lies here
-instead, is refilled before each replay, and the layers are captured like the rest.
+launches of 60 layers then take longer than their work. What attention reads besides its input lies here
+instead, is refilled before each replay, and is captured like the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import m3_kernels
 import torch
 from m3_kernels.rows import Rows
-from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sglang_m3.attention.step import Step, longest_of, page_table_of, rows_of
 from sglang_m3.attention.workspace import StepShape
@@ -71,13 +68,3 @@ class PrefillGraphSteps:
         """`[H, tokens, topk]` int32: where the layers of a graph of so many rows put what they choose."""
         heads, topk = self._chosen_shape
         return self._chosen[: heads * tokens * topk].view(heads, tokens, topk)
-
-
-def capture_whole(model: nn.Module, sparse_layer_ids: Iterable[int]) -> None:
-    """Tell SGLang that prefill graphs need no break at the attention of these layers."""
-    layers = set(sparse_layer_ids)
-    for module in model.modules():
-        if isinstance(module, RadixAttention) and module.layer_id in layers:
-            module.use_prefill_attention_wrapper = False
-            layers.remove(module.layer_id)
-    assert not layers, f"no attention module for the sparse layers {sorted(layers)}"

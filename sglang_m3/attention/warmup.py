@@ -99,13 +99,15 @@ def _run(
         out=chosen,
     )
     q = zeros(shape.q_heads)
-    for blocks_of_rows in (chosen, None) if rows <= shape.decode_rows else (chosen,):
+    # Dense attention to a long context would take its time, and needs the same kernels for a short one.
+    short = Rows(step.request, number // requests)
+    for tokens, blocks_of_rows in ((step, chosen), (short, None)):
         m3_kernels.attend_blocks(
             q,
             pages.k,
             pages.v,
             page_table,
-            step,
+            tokens,
             blocks_of_rows,
             scale=1.0,
             workspace=workspaces.attend,

@@ -25,7 +25,6 @@ class StepShape:
     """The largest step of one rank, and the sizes of its sparse layers.
 
     Attributes:
-        decode_rows: query tokens of a decode or verify step of all requests.
         rows: query tokens of a prefill chunk, or of a decode or verify step of all requests if that is more.
         requests: requests that run at the same time.
         blocks: blocks of the longest context and a draft behind it.
@@ -36,7 +35,6 @@ class StepShape:
     """
 
     rows: int
-    decode_rows: int
     requests: int
     blocks: int
     pages: int
@@ -59,7 +57,6 @@ class StepShape:
         sparse = get_minimax_sparse_attention_config(model_config.hf_config)
         return cls(
             rows=max(longest_extend + (requests if args.enable_mixed_chunk else 0), decode_rows),
-            decode_rows=decode_rows,
             requests=requests,
             blocks=-(-(int(model_config.context_len) + draft_tokens) // BLOCK_TOKENS),
             pages=pages,
@@ -93,9 +90,9 @@ def bytes_needed(shape: StepShape) -> tuple[int, int, int]:
         workspace_bytes.choose_blocks(shape.rows, shape.index_heads, shape.blocks),
         max(
             workspace_bytes.attend_blocks(
-                rows, shape.q_heads, shape.kv_heads, shape.head_dim, topk=topk, pages=shape.pages
+                shape.rows, shape.q_heads, shape.kv_heads, shape.head_dim, topk=topk, pages=shape.pages
             )
-            for rows, topk in ((shape.rows, shape.topk), (shape.decode_rows, None))
+            for topk in (shape.topk, None)
         ),
     )
 

@@ -14,8 +14,8 @@ from sglang_m3.attention.parameters import serves
 
 
 def wrap_attention_backend(original: Callable[..., Any], runner: Any, full_attn_backend: Any) -> Any:
-    """Around `attn_backend_wrapper`: sparse layers get the plugin's backend, dense ones keep the chosen one,
-    on Hopper for prefill only.
+    """Around `attn_backend_wrapper`: sparse layers get the plugin's backend; dense ones keep the chosen one,
+    on Hopper where `M3HybridBackend` says.
 
     What the plugin does not serve, start-up has refused or left to SGLang (`overrides.SERVED_BY_SGLANG`).
 
@@ -31,6 +31,9 @@ def wrap_attention_backend(original: Callable[..., Any], runner: Any, full_attn_
             f"SGLang did not apply sglang-m3's hooks on {', '.join(unapplied)}; see the log above"
         )
     sparse = M3SparseBackend(runner)
-    # Without a GPU the reference would serve dense layers more slowly than PyTorch's own attention.
-    hybrid = M3HybridBackend if hardware.target() == "sm90" else MiniMaxHybridAttnBackend
-    return hybrid(full_attn_backend, sparse, sparse.sparse_layer_ids)
+    if hardware.target() != "sm90":
+        # Without a GPU the reference would serve dense layers more slowly than PyTorch's own attention.
+        return MiniMaxHybridAttnBackend(full_attn_backend, sparse, sparse.sparse_layer_ids)
+    hybrid = M3HybridBackend(full_attn_backend, sparse, sparse.sparse_layer_ids)
+    hybrid.capture_whole(runner.model)
+    return hybrid

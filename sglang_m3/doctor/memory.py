@@ -208,14 +208,13 @@ def operator_workspaces(config: M3Config, parallel: Parallel, step: StepSizes, p
     decode_rows = step.requests * max(1, step.draft_tokens)
     rows = max(step.rows, decode_rows)
     blocks = -(-(step.context_tokens + step.draft_tokens) // BLOCK_TOKENS)
-    # While decoding, dense layers attend through the operator, too.
-    attends = ((rows, config.topk_blocks), (decode_rows, None))
     return (
         workspace_bytes.plan_prefix(rows, step.requests)
         + workspace_bytes.choose_blocks(rows, kv_heads, blocks)
         + max(
-            workspace_bytes.attend_blocks(count, q_heads, kv_heads, config.head_dim, topk=topk, pages=pages)
-            for count, topk in attends
+            workspace_bytes.attend_blocks(rows, q_heads, kv_heads, config.head_dim, topk=topk, pages=pages)
+            # Dense layers attend through the operator, too.
+            for topk in (config.topk_blocks, None)
         )
     )
 

@@ -7,7 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from m3_kernels.rows import Rows
+from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from torch import nn
 
 from sglang_m3.attention.backend import M3SparseBackend
 from sglang_m3.attention.hybrid import M3HybridBackend
@@ -31,20 +34,30 @@ class Recording:
         return lambda *args, **kwargs: self._calls.append((self._name, method))
 
 
+class RecordingTriton(Recording, TritonAttnBackend):
+    """Stands for SGLang's Triton backend."""
+
+
+def hybrid_of(dense: type[Recording], calls: list[tuple[str, str]]) -> M3HybridBackend:
+    return M3HybridBackend(dense("dense", calls), Recording("sparse", calls), [SPARSE_LAYER])
+
+
 @pytest.mark.parametrize(
-    ("mode", "dense_layers"),
+    ("mode", "dense", "dense_layers"),
     [
-        (ForwardMode.DECODE, "sparse"),
-        (ForwardMode.TARGET_VERIFY, "sparse"),
-        (ForwardMode.EXTEND, "dense"),
-        (ForwardMode.MIXED, "dense"),
+        (ForwardMode.DECODE, Recording, "sparse"),
+        (ForwardMode.TARGET_VERIFY, Recording, "sparse"),
+        (ForwardMode.EXTEND, Recording, "dense"),
+        (ForwardMode.MIXED, Recording, "dense"),
+        (ForwardMode.EXTEND, RecordingTriton, "sparse"),
+        (ForwardMode.MIXED, RecordingTriton, "sparse"),
     ],
 )
 def test_a_dense_layers_backend_prepares_exactly_the_steps_that_it_serves(
-    mode: ForwardMode, dense_layers: str
+    mode: ForwardMode, dense: type[Recording], dense_layers: str
 ) -> None:
     calls: list[tuple[str, str]] = []
-    hybrid = M3HybridBackend(Recording("dense", calls), Recording("sparse", calls), [SPARSE_LAYER])
+    hybrid = hybrid_of(dense, calls)
     batch = SimpleNamespace(forward_mode=mode, extend_seq_lens_cpu=None)
     for prepare in (
         hybrid.init_forward_metadata,
@@ -61,18 +74,26 @@ def test_a_dense_layers_backend_prepares_exactly_the_steps_that_it_serves(
     assert calls == [("sparse", "forward"), (dense_layers, served)]
 
 
-def test_a_prefill_graph_holds_sparse_layers_and_leaves_dense_ones_to_their_backend() -> None:
+@pytest.mark.parametrize("dense", [Recording, RecordingTriton])
+def test_a_prefill_graph_leaves_dense_layers_to_a_backend_that_serves_them(dense: type[Recording]) -> None:
     calls: list[tuple[str, str]] = []
-    hybrid = M3HybridBackend(Recording("dense", calls), Recording("sparse", calls), [SPARSE_LAYER])
+    hybrid = hybrid_of(dense, calls)
+    model = nn.ModuleList(nn.Sequential(RadixAttention(2, 16, 1.0, 1, layer)) for layer in (0, 1, 2))
+    hybrid.capture_whole(model)
+    breaks = [layer[0].layer_id for layer in model if layer[0].use_prefill_attention_wrapper]
+    assert breaks == ([0, 2] if dense is Recording else [])
     step = Step(torch.zeros(1, 1), Rows(torch.zeros(7), torch.zeros(7)), SimpleNamespace())
     hybrid.sparse.refill_prefill_graph_step = lambda batch, tokens: calls.append(("sparse", tokens)) or step
-    batch = SimpleNamespace(input_ids=torch.zeros(7))
+    batch = SimpleNamespace(input_ids=torch.zeros(7), forward_mode=ForwardMode.EXTEND)
     captured = hybrid.init_forward_metadata_for_breakable_cuda_graph_capture(batch)
     # A replayed batch has fewer tokens than its graph.
     hybrid.prepare_forward_metadata_for_breakable_cuda_graph_replay(
-        captured, SimpleNamespace(input_ids=torch.zeros(5)), static_forward_batch=batch
+        captured,
+        SimpleNamespace(input_ids=torch.zeros(5), forward_mode=ForwardMode.MIXED),
+        static_forward_batch=batch,
     )
-    assert calls == [("dense", "init_forward_metadata"), ("sparse", 7)] * 2
+    prepared = [("dense", "init_forward_metadata")] if dense is Recording else []
+    assert calls == [*prepared, ("sparse", 7)] * 2
 
 
 def test_a_dense_layer_attends_to_every_token_of_its_request() -> None:

@@ -7,17 +7,15 @@ from types import SimpleNamespace
 import m3_kernels
 import pytest
 import torch
-from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from torch import nn
 
-from sglang_m3.attention.prefill_graph import MOST_REQUESTS, PrefillGraphSteps, capture_whole
+from sglang_m3.attention.prefill_graph import MOST_REQUESTS, PrefillGraphSteps
 from sglang_m3.attention.step import Step, longest_of, make_step
 from sglang_m3.attention.workspace import StepShape
 
 PAGE, BLOCKS, PAGES, TOPK, HEADS, DIM = 128, 9, 40, 3, 2, 16
 SHAPE = StepShape(
-    rows=300, decode_rows=5, requests=5, blocks=BLOCKS, pages=PAGES,
+    rows=300, requests=5, blocks=BLOCKS, pages=PAGES,
     q_heads=4, kv_heads=HEADS, index_heads=HEADS, head_dim=DIM, topk=TOPK,
 )  # fmt: skip
 # (request slots, cached tokens, new tokens), and the graph's rows. Slots 1 and 2 share their first pages. The
@@ -105,14 +103,3 @@ def test_a_batch_that_no_graph_holds_is_not_squeezed_in(req_to_token: torch.Tens
     for slots, tokens in (([3], 2), ([1, 2, 3, 4, 1, 2], 60)):
         with pytest.raises(AssertionError):
             steps.refill(batch(slots, [0] * len(slots), [3] * len(slots)), req_to_token, tokens)
-
-
-def test_graphs_break_at_dense_layers_only() -> None:
-    model = nn.ModuleList(
-        nn.Sequential(nn.Linear(1, 1), RadixAttention(2, DIM, 1.0, 1, layer_id)) for layer_id in range(4)
-    )
-    capture_whole(model, [1, 3])
-    breaks = [layer[1].layer_id for layer in model if layer[1].use_prefill_attention_wrapper]
-    assert breaks == [0, 2]
-    with pytest.raises(AssertionError, match=r"\[7\]"):
-        capture_whole(model, [1, 7])

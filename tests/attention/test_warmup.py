@@ -15,7 +15,6 @@ from sglang_m3.attention.workspace import StepShape, Workspaces
 
 SHAPE = StepShape(
     rows=300,
-    decode_rows=9,
     requests=9,
     blocks=700,
     pages=3,

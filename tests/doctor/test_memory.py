@@ -109,7 +109,6 @@ def test_workspaces_are_those_that_a_server_allocates(parallel: Parallel, step: 
     decode_rows = step.requests * max(1, step.draft_tokens)
     shape = StepShape(
         rows=max(step.rows, decode_rows),
-        decode_rows=decode_rows,
         requests=step.requests,
         blocks=-(-(step.context_tokens + step.draft_tokens) // 128),
         pages=1000,
