@@ -208,6 +208,13 @@ def ours(inputs: Inputs) -> tuple[Callable[[tuple[Tensor, Tensor]], Tensor], Ten
     return run, out
 
 
+def prepared_once(case: Case) -> Callable[[], Tensor]:
+    """One call of the case, on its first layer."""
+    inputs = make_inputs(case)
+    run, _ = ours(inputs)
+    return lambda: run(inputs.layers[0])
+
+
 def relative_error(inputs: Inputs, layer: tuple[Tensor, Tensor], out: Tensor, rows: int = 64) -> float:
     """||out - exact|| / ||exact|| over some rows, `exact` in float64."""
     sample = torch.randperm(len(inputs.rows), device=DEVICE)[:rows].tolist()

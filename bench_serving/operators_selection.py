@@ -44,6 +44,10 @@ class Case:
     table_blocks: int = 0
 
     @property
+    def phase_is_decode(self) -> bool:
+        return self.new == 1
+
+    @property
     def blocks(self) -> int:
         return -(-self.context // BLOCK_TOKENS)
 
@@ -185,12 +189,27 @@ def peer(case: Case, table: Tensor, index_q: Tensor) -> Callable[[Tensor], objec
     )
 
 
-def measure(case: Case, with_peer: bool) -> str:
-    """One line of the table."""
+@dataclass(frozen=True)
+class Prepared:
+    """A case on the device: `choose` takes a layer's index pages, `plan` none."""
+
+    layers: list[Tensor]
+    pages: int
+    table: Tensor
+    index_q: Tensor
+    choose: Callable[[Tensor], Tensor]
+    plan: Callable[[], object]
+
+    def choose_once(self) -> Tensor:
+        """`choose` for the first layer."""
+        return self.choose(self.layers[0])
+
+
+def prepared(case: Case) -> Prepared:
+    """Random index queries and keys, and workspaces."""
     table, pages = case.page_table()
     rows = case.rows()
     index_q = torch.randn(len(rows), case.heads, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
-    layers = layer_caches(pages)
     plan_space, space = (
         torch.empty(size, dtype=torch.uint8, device=DEVICE)
         for size in (
@@ -215,12 +234,25 @@ def measure(case: Case, with_peer: bool) -> str:
             out=out,
         )
 
-    plan_us = time_us(lambda _: plan_prefix(table, rows, workspace=plan_space), layers)
-    choose_us = time_us(choose, layers)
+    return Prepared(
+        layer_caches(pages),
+        pages,
+        table,
+        index_q,
+        choose,
+        lambda: plan_prefix(table, rows, workspace=plan_space),
+    )
+
+
+def measure(case: Case, with_peer: bool) -> str:
+    """One line of the table."""
+    ready = prepared(case)
+    plan_us = time_us(lambda _: ready.plan(), ready.layers)
+    choose_us = time_us(ready.choose, ready.layers)
     theirs = "not measured"
     if with_peer:
-        theirs = f"{time_us(peer(case, table, index_q), layers):.1f}"
-    total, floor = choose_us + plan_us / SPARSE_LAYERS, case.floor_us(pages)
+        theirs = f"{time_us(peer(case, ready.table, ready.index_q), ready.layers):.1f}"
+    total, floor = choose_us + plan_us / SPARSE_LAYERS, case.floor_us(ready.pages)
     step = f"{case.name} | {case.heads} | {case.batch} | {case.new} | {case.context:,}"
     return f"| {step} | {theirs} | {total:.1f} | {plan_us:.1f} | {floor:.1f} | {floor / total:.0%} |"
 
