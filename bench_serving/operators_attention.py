@@ -103,7 +103,11 @@ GROUPED = [
     Case("decode", 64, 4, 64, "realistic", shared=True),
     Case("decode", 8, 1, 64, "realistic", shared=True),
 ]
-DENSE = [Case("decode", 8, 1, 64, None, shared=shared) for shared in (False, True)]
+DENSE = [Case("decode", 8, 1, 64, None, shared=shared) for shared in (False, True)] + [
+    Case("extend", q_heads, kv_heads, rows, None, context=60_928)
+    for q_heads, kv_heads in ((8, 1), (64, 4))
+    for rows in (64, 500, 2048, 8192)
+]
 E4M3 = [
     Case("extend", 64, 4, 8192, "realistic", e4m3=True),
     Case("extend", 8, 1, 8192, "realistic", e4m3=True),
@@ -240,8 +244,10 @@ def relative_error(inputs: Inputs, layer: tuple[Tensor, Tensor], out: Tensor, ro
 
 def sglang_operator(case: Case, inputs: Inputs) -> Callable[[tuple[Tensor, Tensor]], object] | None:
     """SGLang 0.5.23's operator on the same inputs, or None where it has none for the case."""
-    if importlib.util.find_spec("sglang") is None or inputs.chosen is None or case.e4m3:
+    if importlib.util.find_spec("sglang") is None or case.e4m3:
         return None
+    if inputs.chosen is None:
+        return None if case.phase == "decode" else dense_extend(case, inputs)
     from sglang.kernels.ops.attention.minimax_sparse.decode.topk_sparse import (
         flash_decode_with_gqa_share_sparse,
     )
@@ -269,6 +275,25 @@ def sglang_operator(case: Case, inputs: Inputs) -> Callable[[tuple[Tensor, Tenso
     return lambda layer: flash_prefill_with_gqa_share_sparse(
         inputs.q, *flat(layer), None, slots, requests, inputs.chosen, 1, BLOCK_TOKENS, starts, length, prefix,
         case.rows, case.context + case.rows, cu_seqblocks_q=starts, max_seqblock_q=case.rows,
+    )  # fmt: skip
+
+
+def dense_extend(case: Case, inputs: Inputs) -> Callable[[tuple[Tensor, Tensor]], object]:
+    """SGLang's Triton extend kernel, which takes the new tokens' keys and values by themselves as well."""
+    from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
+
+    offset = torch.arange(BLOCK_TOKENS, device=DEVICE)
+    slots = (inputs.page_table[0, :, None].long() * BLOCK_TOKENS + offset).flatten()[
+        : case.context + case.rows
+    ]
+    new = [pool.flatten(0, 1)[slots[case.context :]].contiguous() for pool in inputs.layers[0]]
+    out = torch.empty_like(inputs.q)
+    starts, cached = (
+        torch.tensor([0, count], device=DEVICE, dtype=torch.int32) for count in (case.rows, case.context)
+    )
+    return lambda layer: extend_attention_fwd(
+        inputs.q, *new, out, *(pool.flatten(0, 1) for pool in layer), starts, cached, slots[: case.context],
+        None, True, None, case.rows, 1.0, 1.0, sm_scale=HEAD_DIM**-0.5, extend_seq_lens_cpu=[case.rows],
     )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,25 +32,25 @@ def norm_and_rotate_is_fused(weight: Tensor, head_dim: int, rotary_emb: Any) -> 
 
 def norm_and_rotate(
     projected: Tensor,
-    norms: tuple[GemmaRMSNorm, GemmaRMSNorm],
-    counts: tuple[int, ...],
+    heads: Sequence[tuple[GemmaRMSNorm | None, int]],
     rotary_emb: Any,
     positions: Tensor,
 ) -> None:
-    """Normalise and rotate queries and keys in place, in one launch.
+    """Normalise and rotate heads in place, in one launch.
 
     Args:
-        projected: `[T, heads * 128]` bfloat16; queries first, then keys, then whatever stays as it is.
-        norms: of queries and keys.
-        counts: heads of queries, keys and the rest.
+        projected: `[T, heads * 128]` bfloat16, contiguous.
+        heads: runs of heads in order, at most four of them with a norm: the run's norm, or None for heads
+            that stay as they are, and its length.
         positions: `[T]`.
     """
     from sglang.kernels.ops.attention.minimax_qknorm_rope import minimax_qknorm_rope_grouped
 
-    q_norm, k_norm = norms
-    groups = [(q_norm.weight, 0, counts[0]), (k_norm.weight, counts[0], counts[1])]
-    cache = rotary_emb.cos_sin_cache
-    minimax_qknorm_rope_grouped(projected, groups, cache, positions, q_norm.variance_epsilon)
+    ends = itertools.accumulate(count for _, count in heads)
+    runs = [(norm, end - count, count) for (norm, count), end in zip(heads, ends) if norm is not None]
+    cache, epsilon = rotary_emb.cos_sin_cache, runs[0][0].variance_epsilon
+    groups = [(norm.weight, begin, count) for norm, begin, count in runs]
+    minimax_qknorm_rope_grouped(projected, groups, cache, positions, epsilon)
 
 
 def router_logits(hidden_states: Tensor, weight: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ from sglang.srt.utils import add_prefix, make_pp_layers
 from torch import Tensor, nn
 
 from sglang_m3.config import M3Config
-from sglang_m3.models import fusions, loading, vision
+from sglang_m3.models import fusions, joined, loading, vision
 from sglang_m3.models.weight_map import checkpoint_weights
 
 
@@ -219,6 +219,7 @@ class M3Attention(nn.Module):
         )
         self.q_heads, self.kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.q_norm, self.k_norm = norm(), norm()
+        self.main_heads = [(self.q_norm, self.q_heads), (self.k_norm, self.kv_heads), (None, self.kv_heads)]
         self.rotary_emb = get_rope(
             self.head_dim,
             rotary_dim=config.rope.rotary_dim,
@@ -249,41 +250,45 @@ class M3Attention(nn.Module):
                 parallel_group=ReplicatedParallelGroup("attn_tp", max(1, ranks // kv_heads)),
                 prefix=add_prefix("index_qkv_proj", prefix),
             )
-            self.index_heads = self.index_qkv_proj.num_heads
             self.index_q_norm, self.index_k_norm = norm(), norm()
+            self.index_heads = [(self.index_q_norm, self.index_qkv_proj.num_heads), (self.index_k_norm, 1)]
+            joined.lay_together(self.qkv_proj, self.index_qkv_proj)
         self.fused = fusions.norm_and_rotate_is_fused(self.qkv_proj.weight, self.head_dim, self.rotary_emb)
 
     def forward(self, positions: Tensor, hidden_states: Tensor, forward_batch: ForwardBatch) -> Tensor:
-        qkv, _ = self.qkv_proj(hidden_states)
-        norms = (self.q_norm, self.k_norm)
-        q, k, v = self.heads(positions, qkv, norms, (self.q_heads, self.kv_heads, self.kv_heads))
         if not self.sparse:
+            qkv, _ = self.qkv_proj(hidden_states)
+            q, k, v = self.heads(positions, qkv, self.main_heads)
             out = self.attn(q.flatten(1), k.flatten(1), v.flatten(1), forward_batch)
         else:
-            index_qk, _ = self.index_qkv_proj(hidden_states)
-            norms = (self.index_q_norm, self.index_k_norm)
-            idx_q, idx_k = self.heads(positions, index_qk, norms, (self.index_heads, 1))
+            projected = joined.project(self.qkv_proj, self.index_qkv_proj, hidden_states)
+            heads = (
+                [self.main_heads + self.index_heads]
+                if len(projected) == 1
+                else [self.main_heads, self.index_heads]
+            )
+            q, k, v, idx_q, idx_k = (
+                head for part, runs in zip(projected, heads) for head in self.heads(positions, part, runs)
+            )
             _, out = self.attn(q, k, v, forward_batch, idx_q=idx_q, idx_k=idx_k, idx_v=None)
         return self.o_proj(out)[0]
 
     def heads(
-        self,
-        positions: Tensor,
-        projected: Tensor,
-        norms: tuple[GemmaRMSNorm, GemmaRMSNorm],
-        counts: tuple[int, ...],
+        self, positions: Tensor, projected: Tensor, runs: list[tuple[GemmaRMSNorm | None, int]]
     ) -> list[Tensor]:
-        """Split `[T, heads * D]` into `[T, count, D]` each; queries and keys, the first two, normalised and
-        rotated, values as they are."""
+        """Split `[T, heads * D]` into runs `[T, count, D]`; those with a norm, queries before their keys, are
+        normalised and rotated, values stay as they are."""
         if self.fused:
-            fusions.norm_and_rotate(projected, norms, counts, self.rotary_emb, positions)
-        parts = projected.unflatten(-1, (-1, self.head_dim)).split(counts, dim=1)
+            fusions.norm_and_rotate(projected, runs, self.rotary_emb, positions)
+        parts = list(projected.unflatten(-1, (-1, self.head_dim)).split([count for _, count in runs], dim=1))
         if self.fused:
-            return list(parts)
-        q, k, *values = parts
-        q, k = norms[0](q), norms[1](k)
-        q, k = self.rotary_emb(positions, q.flatten(1), k.flatten(1))
-        return [q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim)), *values]
+            return parts
+        normed = [number for number, (norm, _) in enumerate(runs) if norm is not None]
+        for query, key in zip(normed[::2], normed[1::2]):
+            q, k = (runs[number][0](parts[number]).flatten(1) for number in (query, key))
+            q, k = self.rotary_emb(positions, q, k)
+            parts[query], parts[key] = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k))
+        return parts
 
 
 class M3DecoderLayer(nn.Module):

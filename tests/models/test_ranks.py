@@ -102,7 +102,7 @@ def test_attention_of_every_rank_has_its_heads(checkpoint: Path, whole: dict[str
         want = torch.cat([index_q, whole[f"{path}.index_k_proj.weight"]])
         assert torch.equal(attention.index_qkv_proj.weight, want), f"rank {rank}: index"
         assert torch.equal(attention.o_proj.weight, whole[f"{path}.o_proj.weight"][:, own["q"]])
-        assert (attention.q_heads, attention.kv_heads, attention.index_heads) == (
+        assert (attention.q_heads, attention.kv_heads, attention.index_qkv_proj.num_heads) == (
             CONFIG.heads // tp,
             kv_heads,
             kv_heads,

@@ -1,0 +1,69 @@
+"""Two projections that lie together are one product, and stay two parameters for whoever loads them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from torch import nn
+
+from sglang_m3.models.joined import joined, lay_together, project
+
+INPUTS, ROWS = 24, (40, 9)
+
+
+class Layer(nn.Module):
+    """What `joined` uses of SGLang's linear layers."""
+
+    def __init__(self, rows: int, method: object) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, INPUTS), requires_grad=False)
+        self.bias, self.quant_method = None, method
+
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return inputs @ self.weight.T, None
+
+
+@pytest.fixture
+def pair() -> tuple[Layer, Layer]:
+    torch.manual_seed(2)
+    first, second = (Layer(rows, UnquantizedLinearMethod()) for rows in ROWS)
+    before = (first.weight.clone(), second.weight.clone())
+    lay_together(first, second)
+    assert torch.equal(first.weight, before[0]) and torch.equal(second.weight, before[1])
+    return first, second
+
+
+def test_one_product_gives_what_two_do_also_after_the_parameters_were_loaded_anew(
+    pair: tuple[Layer, Layer],
+) -> None:
+    inputs = torch.randn(7, INPUTS)
+    for _ in range(2):
+        (both,) = project(*pair, inputs)
+        want = torch.cat([layer(inputs)[0] for layer in pair], dim=1)
+        torch.testing.assert_close(both, want, atol=1e-6, rtol=1e-6)
+        # As a weight loader does: in place, and one part of a parameter at a time.
+        pair[0].weight.data.narrow(0, 8, 16).copy_(torch.randn(16, INPUTS))
+        pair[1].weight.data.copy_(torch.randn(9, INPUTS))
+    assert set(dict(pair[0].named_parameters())) == {"weight"}
+
+
+@pytest.mark.parametrize("moved", [0, 1])
+def test_a_parameter_that_was_moved_is_multiplied_by_itself(pair: tuple[Layer, Layer], moved: int) -> None:
+    pair[moved].weight.data = pair[moved].weight.data.clone() * 2
+    assert joined(*pair) is None
+    inputs = torch.randn(5, INPUTS)
+    outputs = project(*pair, inputs)
+    assert len(outputs) == 2
+    for output, layer in zip(outputs, pair):
+        assert torch.equal(output, inputs @ layer.weight.T)
+
+
+def test_quantised_projections_stay_where_they_are() -> None:
+    first, second = Layer(4, UnquantizedLinearMethod()), Layer(4, SimpleNamespace())
+    at = (first.weight.data_ptr(), second.weight.data_ptr())
+    lay_together(first, second)
+    assert (first.weight.data_ptr(), second.weight.data_ptr()) == at
+    assert joined(second, first) is None
