@@ -46,6 +46,7 @@ class M3SparseBackend(AttentionBackend):
                 f"the pipeline stage of layers {stage[0]} to {stage[-1]} has no sparse layer, which is not "
                 "supported; use a smaller --pp-size or another SGLANG_PP_LAYER_PARTITION"
             )
+        self._last_layer = stage[-1]
         self.counters = SelectionCounters(runner.device)
         metrics.publish_from(self.counters)
         record = settings.read().record_blocks
@@ -86,8 +87,8 @@ class M3SparseBackend(AttentionBackend):
         """Prepare a prefill step of `tokens` rows, padding included, that a graph holds or is to hold."""
         assert self.prefill_graph_steps is not None
         self.counters.unpublished = True
-        # The graph waits for no layer that SGLang still loads from the host.
-        self.token_to_kv_pool.pages(self.sparse_layer_ids[-1])
+        # The graph waits for no layer that SGLang still loads from the host; the last one comes last.
+        self.token_to_kv_pool.get_kv_buffer(self._last_layer)
         steps, table = self.prefill_graph_steps, self.req_to_token_pool.req_to_token
         self._step, self._chosen = steps.refill(forward_batch, table, tokens), steps.chosen(tokens)
         self.counters.count(self._step.plan)

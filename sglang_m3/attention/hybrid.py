@@ -20,8 +20,9 @@ class M3HybridBackend(MiniMaxHybridAttnBackend):
 
     In decode and verify those attend through the plugin's operator, which loads a page once for the requests
     that share it; dense backends load it once for each. In prefill they do where the dense backend is
-    SGLang's Triton one (its default for M3 on Hopper), which is slower and which graphs have to leave. Where
-    the dense backend has nothing to do, it prepares nothing either.
+    SGLang's Triton one, which is slower and which graphs have to leave. FA3, SGLang's default for M3 on
+    Hopper, and FlashInfer keep their prefill: they have not been compared. Where the dense backend has
+    nothing to do, it prepares nothing either.
     """
 
     dense: AttentionBackend

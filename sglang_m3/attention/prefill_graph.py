@@ -54,7 +54,8 @@ class PrefillGraphSteps:
         """
         rows = rows_of(forward_batch)
         table = page_table_of(forward_batch, req_to_token, longest_of(forward_batch))
-        assert len(rows) <= tokens and len(table) <= self.requests, (len(rows), tokens, table.shape)
+        assert len(rows) <= tokens <= len(self._request), (len(rows), tokens, len(self._request))
+        assert len(table) <= self.requests, table.shape
         self._page_table[: table.shape[0], : table.shape[1]] = table
         request, position = self._request[:tokens], self._position[:tokens]
         request[: len(rows)] = rows.request

@@ -100,6 +100,6 @@ def test_a_graph_finds_every_later_step_where_it_was_captured(req_to_token: torc
 def test_a_batch_that_no_graph_holds_is_not_squeezed_in(req_to_token: torch.Tensor) -> None:
     steps = PrefillGraphSteps(SHAPE, None, "cpu")
     assert steps.requests == 5 < MOST_REQUESTS
-    for slots, tokens in (([3], 2), ([1, 2, 3, 4, 1, 2], 60)):
+    for slots, tokens in (([3], 2), ([1, 2, 3, 4, 1, 2], 60), ([3], SHAPE.rows + 1)):
         with pytest.raises(AssertionError):
             steps.refill(batch(slots, [0] * len(slots), [3] * len(slots)), req_to_token, tokens)
