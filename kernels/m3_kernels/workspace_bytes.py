@@ -31,3 +31,26 @@ def attend_blocks(
         attend_blocks_workspace_bytes(count, q_heads, kv_heads, head_dim, topk=topk, pages=pages)
         for count in range(1, rows + 1)
     )
+
+
+def step(
+    *,
+    rows: int,
+    requests: int,
+    blocks: int,
+    pages: int,
+    q_heads: int,
+    kv_heads: int,
+    index_heads: int,
+    head_dim: int,
+    topk: int,
+) -> tuple[int, int, int]:
+    """Bytes for plan, choice and attention, dense layers' included, of any step of a rank up to this one."""
+    return (
+        plan_prefix(rows, requests),
+        choose_blocks(rows, index_heads, blocks),
+        max(
+            attend_blocks(rows, q_heads, kv_heads, head_dim, topk=attended, pages=pages)
+            for attended in (topk, None)
+        ),
+    )

@@ -15,27 +15,39 @@ def multiply(x: Tensor, weight: Weight) -> Tensor:
     from sglang.srt.layers.deep_gemm_wrapper import gemm_nt_f8f8bf16
 
     out = torch.empty(x.shape[0], weight[0].shape[0], dtype=x.dtype, device=x.device)
-    gemm_nt_f8f8bf16(quantize_rows(x.contiguous(), None, 1), weight, out)
+    gemm_nt_f8f8bf16(quantize_rows(x.contiguous(), None), weight, out)
     return out
 
 
 def grouped_experts(
-    x: Tensor, w13: Weight, w2: Weight, ids: Tensor, weights: Tensor, *, alpha: float, limit: float
+    x: Tensor,
+    w13: Weight,
+    w2: Weight,
+    ids: Tensor,
+    weights: Tensor,
+    *,
+    alpha: float,
+    limit: float,
+    model_experts: int,
 ) -> Tensor:
     """The experts of this rank, `ids` being the rank's own; see `m3_kernels` `grouped_experts`."""
+    from m3_kernels.triton.sm90_mxfp8_grouped import GroupedProducts
     from m3_kernels.triton.sm90_mxfp8_grouped import grouped_experts as run
-    from sglang.srt.layers.deep_gemm_wrapper import grouped_gemm_nt_f8f8bf16_contig
-    from sglang.srt.model_executor.runner import get_is_capture_mode
+    from sglang.srt.layers.deep_gemm_wrapper import (
+        grouped_gemm_nt_f8f8bf16_contig,
+        grouped_gemm_nt_f8f8bf16_masked,
+    )
 
+    products = GroupedProducts(grouped_gemm_nt_f8f8bf16_masked, grouped_gemm_nt_f8f8bf16_contig)
     return run(
         x.contiguous(),
         w13,
         w2,
         ids,
         weights,
-        grouped_gemm_nt_f8f8bf16_contig,
+        products,
         alpha=alpha,
         limit=limit,
         first_expert=0,
-        room_for_all=get_is_capture_mode(),
+        model_experts=model_experts,
     )

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from sglang_m3.architectures import M3_ARCHITECTURES
+from sglang_m3.models.weight_map import SCALE_SUFFIX
 from sglang_m3.quantization.config import METHOD
-from sglang_m3.quantization.loading import SCALE
 
 SCALE_BYTES = (118, 119, 120)
 """2 ** -9 to 2 ** -7."""
@@ -42,7 +42,7 @@ def fill(name: str, tensor: Tensor) -> None:
     """
     digest = hashlib.sha256(f"{name} {tuple(tensor.shape)}".encode()).digest()
     generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(digest[:4], "little"))
-    if name.endswith(SCALE):
+    if name.endswith(SCALE_SUFFIX):
         tensor.random_(SCALE_BYTES[0], SCALE_BYTES[-1] + 1, generator=generator)
     elif tensor.is_floating_point() and tensor.dim() < 2:
         tensor.uniform_(-0.1, 0.1, generator=generator)

@@ -15,9 +15,10 @@ from sglang.srt.utils import set_weight_attrs
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from sglang_m3.models.weight_map import SCALE_SUFFIX
 from sglang_m3.quantization.deep_gemm import grouped_experts
 from sglang_m3.quantization.layout import TOKENS_PER_EXPERT, check_numbers, coarsen, renew
-from sglang_m3.quantization.loading import PLAIN, SCALE, LayerTensors, Loader, checkpoint_prefix, quantize_on
+from sglang_m3.quantization.loading import PLAIN, LayerTensors, Loader, checkpoint_prefix, quantize_on
 
 if TYPE_CHECKING:
     from sglang_m3.quantization.config import M3MxFp8Config
@@ -74,8 +75,8 @@ class M3MxFp8ExpertsMethod(FusedMoEMethodBase):
         ) -> None:
             if not _is_here(layer, expert_id):
                 return
-            scale = weight_name.endswith(SCALE)
-            name = self._name(layer, expert_id, shard_id) + (SCALE if scale else "")
+            scale = weight_name.endswith(SCALE_SUFFIX)
+            name = self._name(layer, expert_id, shard_id) + (SCALE_SUFFIX if scale else "")
             if not scale and self.config.origin == "mxfp8" and loaded.dtype in PLAIN:
                 raise self.tensors.fail(
                     name,
@@ -86,15 +87,15 @@ class M3MxFp8ExpertsMethod(FusedMoEMethodBase):
             self.tensors.arrive(name, loaded, columns, rows)
             if not scale and loaded.dtype in PLAIN:
                 loaded, scales = quantize_on(parameter.device, name, loaded, self.tensors)
-                other = layer.get_parameter(weight_name.rpartition(".")[2] + SCALE)
-                weight_loader(other, scales, weight_name + SCALE, shard_id, expert_id)
+                other = layer.get_parameter(weight_name.rpartition(".")[2] + SCALE_SUFFIX)
+                weight_loader(other, scales, weight_name + SCALE_SUFFIX, shard_id, expert_id)
             weight_loader(parameter, loaded, weight_name, shard_id, expert_id)
 
         for name, shape in shapes.items():
             scale_shape = (*shape[:-1], shape[-1] // VALUES_PER_SCALE)
             weight = Parameter(torch.empty(shape, dtype=torch.float8_e4m3fn), requires_grad=False)
             scale = Parameter(torch.empty(scale_shape, dtype=torch.uint8), requires_grad=False)
-            for path, parameter in ((name, weight), (name + SCALE, scale)):
+            for path, parameter in ((name, weight), (name + SCALE_SUFFIX, scale)):
                 set_weight_attrs(parameter, {"weight_loader": load, "quant_method": "block"})
                 layer.register_parameter(path, parameter)
 
@@ -121,8 +122,8 @@ class M3MxFp8ExpertsMethod(FusedMoEMethodBase):
         before = getattr(layer, "block_scales", None) or {}
         for name in ("w13_weight", "w2_weight"):
             label = f"{checkpoint_prefix(self.prefix)}.{name.removesuffix('_weight')}"
-            check_numbers(layer.get_parameter(name), layer.get_parameter(name + SCALE), label)
-            scales[name] = renew(before.get(name), coarsen(layer, name, name + SCALE, label))
+            check_numbers(layer.get_parameter(name), layer.get_parameter(name + SCALE_SUFFIX), label)
+            scales[name] = renew(before.get(name), coarsen(layer, name, name + SCALE_SUFFIX, label))
         layer.block_scales = None if None in scales.values() else scales
 
     def apply(self, layer: Module, dispatch_output: StandardDispatchOutput) -> StandardCombineInput:
@@ -164,6 +165,7 @@ class M3MxFp8ExpertsMethod(FusedMoEMethodBase):
             weights,
             alpha=self._alpha,
             limit=self._limit,
+            model_experts=layer.num_experts,
         )
 
 

@@ -30,6 +30,9 @@ LINEAR_TOKENS = 512
 LARGEST_SCALE = 198
 """Scale byte up to which the kernels for sm90 multiply exactly (`m3_kernels.triton.sm90_mxfp8_common`)."""
 
+VALUES_AT_A_TIME = 1 << 20
+"""Values looked at together while loading, few beside a rank's weights."""
+
 TOKENS_PER_EXPERT = 1
 """Likewise for the experts' products, in tokens per expert if all were equally likely."""
 
@@ -107,7 +110,7 @@ def check_numbers(weight: Parameter, scale: Parameter, label: str) -> None:
         WeightFormatError: a value is E4M3's NaN, or a scale is NaN or above 2 ** 71 (byte 198).
     """
     flat = weight.data.view(torch.uint8).flatten()
-    found = [((part & 0x7F) == 0x7F).any() for part in flat.split(1 << 28)]
+    found = [((part & 0x7F) == 0x7F).any() for part in flat.split(VALUES_AT_A_TIME)]
     if torch.stack(found).any():
         raise WeightFormatError(f"{label}: a value is NaN")
     if (scale > LARGEST_SCALE).any():

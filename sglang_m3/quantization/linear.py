@@ -14,9 +14,10 @@ from sglang.srt.utils import set_weight_attrs
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from sglang_m3.models.weight_map import SCALE_SUFFIX
 from sglang_m3.quantization.deep_gemm import multiply
 from sglang_m3.quantization.layout import LINEAR_TOKENS, check_numbers, coarsen, renew
-from sglang_m3.quantization.loading import SCALE, LayerTensors, Loader, merged_name, quantize_on
+from sglang_m3.quantization.loading import LayerTensors, Loader, merged_name, quantize_on
 
 if TYPE_CHECKING:
     from sglang_m3.quantization.config import M3MxFp8Config
@@ -65,7 +66,7 @@ class M3MxFp8LinearMethod(LinearMethodBase):
 
         def load(parameter: Parameter, loaded: Tensor, *shard: int | str) -> None:
             name = merged_name(self.prefix, self.config.packed_modules_mapping, *(shard or (None,)))
-            name += SCALE if parameter is scale else ""
+            name += SCALE_SUFFIX if parameter is scale else ""
             self.tensors.arrive(name, loaded, input_size, _rows(layer, *shard))
             self._check_format_stays(layer, name, loaded)
             if parameter is scale or loaded.dtype == torch.float8_e4m3fn:
@@ -83,7 +84,7 @@ class M3MxFp8LinearMethod(LinearMethodBase):
                 parameter, {"input_dim": 1, "output_dim": 0, "weight_loader": load, **attributes}
             )
         layer.register_parameter("weight", weight)
-        layer.register_parameter("weight" + SCALE, scale)
+        layer.register_parameter("weight" + SCALE_SUFFIX, scale)
 
     def _check_format_stays(self, layer: Module, name: str, loaded: Tensor) -> None:
         """Captured graphs hold the addresses of weights and scales, so an update keeps a layer's format."""
@@ -99,7 +100,7 @@ class M3MxFp8LinearMethod(LinearMethodBase):
         if layer.quant_method is not self:
             return
         layer.weight.data = torch.empty_like(layer.weight, dtype=dtype)
-        layer.get_parameter("weight" + SCALE).data = layer.weight.new_empty(0, dtype=torch.uint8)
+        layer.get_parameter("weight" + SCALE_SUFFIX).data = layer.weight.new_empty(0, dtype=torch.uint8)
         layer.quant_method = _PlainLinearMethod(self.tensors)
 
     def process_weights_after_loading(self, layer: Module) -> None:
@@ -108,7 +109,7 @@ class M3MxFp8LinearMethod(LinearMethodBase):
         label = merged_name(self.prefix, self.config.packed_modules_mapping, None)
         check_numbers(layer.weight, layer.weight_scale_inv, label)
         before = getattr(layer, "weight_block_scale", None)
-        layer.weight_block_scale = renew(before, coarsen(layer, "weight", "weight" + SCALE, label))
+        layer.weight_block_scale = renew(before, coarsen(layer, "weight", "weight" + SCALE_SUFFIX, label))
 
     def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`[..., K]` -> `[..., N]` in `x`'s dtype."""

@@ -12,12 +12,10 @@ from m3_kernels.reference.quantize_mxfp8 import SCALE_OF_NAN, VALUES_PER_SCALE
 from torch import Tensor
 
 from sglang_m3.models.loading import WeightError
+from sglang_m3.models.weight_map import SCALE_SUFFIX
 
 Origin = Literal["mxfp8", "plain"]
 """What the checkpoint says it holds."""
-
-SCALE = "_scale_inv"
-"""Appended to a weight's name, in checkpoints and parameters alike."""
 
 _VALUES = torch.float8_e4m3fn
 PLAIN = (torch.bfloat16, torch.float16, torch.float32)
@@ -65,7 +63,7 @@ class LayerTensors:
                 has arrived of the layer.
         """
         self._problems.pop(name, None)
-        scale = name.endswith(SCALE)
+        scale = name.endswith(SCALE_SUFFIX)
         expected = columns // VALUES_PER_SCALE if scale else columns
         if scale and tensor.dtype != torch.uint8:
             raise self.fail(name, f"is {tensor.dtype}, MXFP8's scales are uint8 (UE8M0)")
@@ -87,8 +85,8 @@ class LayerTensors:
         self._check_together(name)
 
     def _check_together(self, name: str) -> None:
-        weight = name.removesuffix(SCALE)
-        scale = weight + SCALE
+        weight = name.removesuffix(SCALE_SUFFIX)
+        scale = weight + SCALE_SUFFIX
         dtype = self._dtypes.get(weight)
         if dtype in PLAIN and scale in self._dtypes and self.origin == "mxfp8":
             raise self.fail(scale, f"are scales of a weight that is {dtype}, not float8_e4m3fn")
@@ -112,12 +110,12 @@ class LayerTensors:
         for problem in self._problems.values():
             raise WeightFormatError(problem)
         for name, dtype in self._dtypes.items():
-            weight = name.removesuffix(SCALE)
+            weight = name.removesuffix(SCALE_SUFFIX)
             if weight not in self._dtypes:
                 raise WeightFormatError(f"{name} are scales without a weight: {weight} is not there")
-            if dtype == _VALUES and name + SCALE not in self._dtypes:
+            if dtype == _VALUES and name + SCALE_SUFFIX not in self._dtypes:
                 raise WeightFormatError(
-                    f"{name} is float8_e4m3fn without scales: {name + SCALE} is not there"
+                    f"{name} is float8_e4m3fn without scales: {name + SCALE_SUFFIX} is not there"
                 )
 
 

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-SCALE_SUFFIX = "_scale_inv"
-"""Appended to a weight's name, it names the weight's scales."""
+from sglang_m3.models.weight_map import SCALE_SUFFIX as SCALE_SUFFIX
 
 _TEXT_LAYER = r"(?:language_model\.)?model\.layers\.\d+\."
 _QUANTIZED = re.compile(

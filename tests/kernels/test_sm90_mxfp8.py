@@ -135,15 +135,19 @@ def test_experts_equal_float64_beyond_the_limits(
     assert torch.equal(got, run(mxfp8_experts, case, first, last))
 
 
-@pytest.mark.parametrize("walks", [1, 3])
-@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
-def test_padded_and_foreign_choices_contribute_nothing(walks: int, id_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("walks", "splits", "id_dtype"),
+    [(1, (1, 1), torch.int32), (3, (1, 2), torch.int64), (1, (3, 1), torch.int32)],
+)
+def test_padded_and_foreign_choices_contribute_nothing(
+    walks: int, splits: tuple[int, int], id_dtype: torch.dtype
+) -> None:
     case = experts_case(7, 37, 5, 96, 64, 2)
     case["topk_ids"] = case["topk_ids"].to(id_dtype)
     case["topk_ids"][::4] = -1
     case["topk_ids"][1] = 9
     case["topk_weights"][::4] = float("nan")
-    got = run(mxfp8_experts, case, 1, 3, tile=ExpertsTile(64, 16, 64, walks, 4, 2))
+    got = run(mxfp8_experts, case, 1, 3, tile=ExpertsTile(64, 16, 32, walks, 4, 2, *splits))
     want = run(reference_experts, case | {"x": case["x"].double()}, 1, 3)
     assert not got[::4].any() and not got[1].any()
     assert relative(got, want) < TWO_PRODUCTS
@@ -164,8 +168,11 @@ def test_a_rank_without_tokens_reads_no_weight_and_gives_zeros() -> None:
 def test_pairs_are_ordered_by_expert_and_number(tokens: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.randint(-1, 9, (tokens, 3), generator=generator)
-    order, offset = route(ids.to(DEVICE), 4, 2)
+    x = torch.randn(tokens, 96, generator=generator).bfloat16()
+    order, offset, placed = route(ids.to(DEVICE), 4, 2, x.to(DEVICE))
     local = ids.flatten() - 2
     expected = [torch.where(local == expert)[0] for expert in range(4)]
     assert offset.tolist() == [0, *torch.tensor([len(e) for e in expected]).cumsum(0).tolist()]
     assert order[: offset[-1]].tolist() == torch.cat(expected).tolist()
+    groups = x.view(-1, 4, 2, 2).transpose(1, 2)  # of 16 columns: 0, 1, 4, 5, 8, 9, 12, 13, 2, 3, ...
+    assert torch.equal(placed.cpu(), groups.reshape(x.shape))

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from m3_kernels.reference.swiglu_oai import swiglu_oai
 from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
 from torch import Tensor
 
-from sglang_m3.platforms.cpu_experts import around_moe_forward_native, swiglu_oai
+from sglang_m3.platforms.cpu_experts import around_moe_forward_native
 
 ALPHA, LIMIT = 1.702, 7.0
 

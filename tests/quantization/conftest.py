@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,12 +49,19 @@ def load(request: pytest.FixtureRequest) -> Iterator[Load]:
     """`load(checkpoint, **server arguments)`: the model, as a scheduler process would load it."""
     if hardware.target() != "cpu":
         pytest.skip("loads on the CPU platform, which is there without a GPU only")
+    with loader_of(request.param) as load:
+        yield load
+
+
+@contextmanager
+def loader_of(model_file: str) -> Iterator[Load]:
+    """What the fixture `load` gives, with the plugin's model file or with upstream's."""
     providers = model_override_base._MODEL_OVERRIDE_FNS
     before = {name: list(known) for name, known in providers.items()}
     overrides.register()
     register.register()
     lookup = loader.get_model_architecture
-    if request.param == "plugin's model file":
+    if model_file == "plugin's model file":
         loader.get_model_architecture = functools.partial(around_get_model_architecture, lookup)
 
     def load(checkpoint: Path, **flags: object) -> torch.nn.Module:

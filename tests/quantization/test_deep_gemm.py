@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,12 +15,13 @@ from torch.nn import Module
 
 from tests.kernels.sm90 import REAL
 
+from m3_kernels.triton import sm90_mxfp8_grouped  # isort: skip
 from sglang_m3.quantization import deep_gemm  # isort: skip
 from sglang_m3.quantization import layout as layout_module  # isort: skip
 from sglang_m3.quantization.config import M3MxFp8Config  # isort: skip
 from sglang_m3.quantization.layout import layout  # isort: skip
 from tests.kernels.test_sm90_mxfp8 import relative  # isort: skip
-from tests.kernels.test_sm90_mxfp8_grouped import ROUNDING, numbers_of, product  # isort: skip
+from tests.kernels.test_sm90_mxfp8_grouped import ROUNDING, contiguous, masked, numbers_of  # isort: skip
 from tests.quantization.test_ranks import ALPHA, LIMIT, load_experts, matrix, rank_of  # isort: skip
 
 pytestmark = pytest.mark.skipif(REAL, reason="layers are built on the CPU platform")
@@ -35,11 +37,21 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     layout.cache_clear()
 
 
+@pytest.mark.parametrize("layout", ["masked", "contiguous"])
+@pytest.mark.parametrize("load", ["plugin's model file"], indirect=True)
 @pytest.mark.usefixtures("load", "fast")
 def test_experts_of_many_tokens_are_those_of_few_up_to_rounded_activations(
-    plain: Path, monkeypatch: pytest.MonkeyPatch
+    plain: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    monkeypatch.setattr(deep_gemm_wrapper, "grouped_gemm_nt_f8f8bf16_contig", product)
+    used = []
+
+    def noting(product: Callable[..., None]) -> Callable[..., None]:
+        return lambda *given: (used.append(product.__name__), product(*given))
+
+    monkeypatch.setattr(deep_gemm_wrapper, "grouped_gemm_nt_f8f8bf16_contig", noting(contiguous))
+    monkeypatch.setattr(deep_gemm_wrapper, "grouped_gemm_nt_f8f8bf16_masked", noting(masked))
+    if layout == "contiguous":
+        monkeypatch.setattr(sm90_mxfp8_grouped, "masked_tokens", lambda *sizes: 0)
     generator = torch.Generator().manual_seed(5)
     shapes = {"w1": (INNER, HIDDEN), "w2": (HIDDEN, INNER), "w3": (INNER, HIDDEN)}
     weights = {name: [matrix(generator, *shape) for _ in range(EXPERTS)] for name, shape in shapes.items()}
@@ -65,6 +77,7 @@ def test_experts_of_many_tokens_are_those_of_few_up_to_rounded_activations(
     few = layer.quant_method.multiply_few(layer, x.double(), ids, gates)
     many = layer.quant_method.multiply_many(layer, x, ids, gates)
     assert relative(many, few) < 2.5 * ROUNDING and not many[3].any()
+    assert used == [layout] * 2
     # A captured graph reads scales where they were, so an update of the weights must leave them there.
     places = {name: scales.data_ptr() for name, scales in layer.block_scales.items()}
     before = {name: scales.clone() for name, scales in layer.block_scales.items()}

@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from sglang_m3 import hardware
 from sglang_m3.quantization.dummy import around_initialize_dummy_weights, fill
+from sglang_m3.tiny import build
+from tests.quantization import dummy_use
 from tests.quantization.conftest import Load
 
 NAMES = ("model.layers.0.self_attn.o_proj.weight", "model.layers.1.self_attn.o_proj.weight")
@@ -38,6 +41,16 @@ def test_quantised_dummy_weights_are_distinct_and_of_the_size_of_weights(load: L
         elif value.dtype == torch.float8_e4m3fn:
             deviation = float(value.float().std()) / 256 * value.shape[-1] ** 0.5
             assert 0.8 < deviation < 1.2, name
+
+
+@pytest.mark.skipif(hardware.target() != "cpu", reason="layers are built for the CPU")
+def test_layers_choose_among_all_blocks_and_experts(tmp_path: Path) -> None:
+    checkpoint = build(tmp_path / "tiny", dummy_use.SHAPE)
+    used = dummy_use.use_of(dummy_use.by_plugin, checkpoint)
+    assert list(used) == [1, 2, 3, 4]
+    for layer, use in used.items():
+        assert use.blocks == dummy_use.TOKENS // 128 and use.experts == dummy_use.SHAPE.experts, (layer, use)
+        assert use.selections > 300 and use.tied == 0, (layer, use)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])

@@ -65,6 +65,7 @@ def load_experts(layer: Any, weights: dict[str, list[Tensor]], origin: str) -> N
 
 @pytest.mark.parametrize("origin", ["plain", "mxfp8"])
 @pytest.mark.parametrize(("ep", "tp"), [(2, 1), (3, 1), (1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize("load", ["plugin's model file"], indirect=True)
 @pytest.mark.usefixtures("load")
 def test_experts_of_all_ranks_add_up_to_the_layer(plain: Path, origin: str, ep: int, tp: int) -> None:
     generator = torch.Generator().manual_seed(ep * 10 + tp)
@@ -107,6 +108,7 @@ def test_experts_of_all_ranks_add_up_to_the_layer(plain: Path, origin: str, ep: 
 
 @pytest.mark.parametrize("origin", ["plain", "mxfp8"])
 @pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("load", ["plugin's model file"], indirect=True)
 @pytest.mark.usefixtures("load")
 def test_linears_of_all_ranks_give_the_whole_product(plain: Path, origin: str, tp: int) -> None:
     generator = torch.Generator().manual_seed(tp)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from m3_kernels.reference.mxfp8_linear import mxfp8_linear
+from m3_kernels.reference.swiglu_oai import swiglu_oai
 
 
 def mxfp8_experts(
@@ -33,8 +34,7 @@ def mxfp8_experts(
         topk_ids: `[M, topk]` int32 or int64, ids among the experts of all ranks. This rank has
             `first_expert` to `first_expert + E - 1`; every other id, -1 included, contributes nothing.
         topk_weights: `[M, topk]` float32, applied to the experts' outputs; never read for another rank's ids.
-        alpha, limit: of `(up + 1) * gate * sigmoid(alpha * gate)`, with gate clamped to at most `limit` and
-            up to -limit..limit before.
+        alpha, limit: of `swiglu_oai`.
         model_experts: experts of all ranks. Only speed depends on it.
 
     Returns:
@@ -55,13 +55,7 @@ def mxfp8_experts(
         if token.numel() == 0:
             continue
         gate_up = mxfp8_linear(inputs[token], w13[expert], w13_scale[expert])
-        hidden = _swiglu_oai(gate_up, alpha, limit)
+        hidden = swiglu_oai(gate_up, alpha=alpha, limit=limit)
         routed = mxfp8_linear(hidden, w2[expert], w2_scale[expert])
         out.index_add_(0, token, routed * topk_weights[token, choice].to(compute)[:, None])
     return out.to(x.dtype)
-
-
-def _swiglu_oai(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    gate = gate.clamp(max=limit)
-    return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(alpha * gate)

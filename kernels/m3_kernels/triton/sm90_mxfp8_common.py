@@ -68,6 +68,71 @@ def operand_columns(COLUMNS: tl.constexpr):
     return tl.max_contiguous(tl.multiple_of(column, 2), 2)
 
 
+@triton.jit
+def operand_place(column):
+    """The place at which `dequantized` puts a column: the inverse of `operand_columns`."""
+    return column // 16 * 16 + column % 4 // 2 * 8 + column % 16 // 4 * 2 + column % 2
+
+
+@triton.jit
+def product(
+    weight_rows,
+    scale_rows,
+    x_rows,
+    begin,
+    end,
+    columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EVEN: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """`[ROWS, TOKENS]` float32: weight rows times tokens over the columns from `begin` to `end`.
+
+    Args:
+        weight_rows, scale_rows: `[ROWS, 1]` pointers to the rows' first column and scale.
+        x_rows: `[TOKENS, 1]` pointers to the tokens' first column.
+        begin: a multiple of COLUMNS.
+        columns: of the weight; a multiple of COLUMNS with EVEN.
+        IN_PLACE: whether the tokens' columns are already in the order of `operand_columns`.
+    """
+    column = tl.arange(0, COLUMNS)
+    x_column = column if IN_PLACE else operand_columns(COLUMNS)
+    group = tl.arange(0, COLUMNS // 32)
+    acc = tl.zeros((ROWS, TOKENS), tl.float32)
+    # Scales are too narrow for a copy to shared memory ahead of their use, so they are loaded a step before.
+    g = (begin // 32 + group)[None, :]
+    ahead = tl.load(scale_rows + g, mask=g < columns // 32, other=0)
+    for k in range(begin, end, COLUMNS):
+        c = (k + column)[None, :]
+        p = (k + x_column)[None, :]
+        scales = ahead
+        g = ((k + COLUMNS) // 32 + group)[None, :]
+        ahead = tl.load(scale_rows + g, mask=g < columns // 32, other=0)
+        if EVEN:
+            operand = tl.load(x_rows + p)
+            values = tl.load(weight_rows + c)
+        else:
+            operand = tl.load(x_rows + p, mask=p < columns, other=0.0)
+            values = tl.load(weight_rows + c, mask=c < columns, other=0.0)
+        numbers = dequantized(values, scales, ROWS, COLUMNS, OPERAND)
+        acc = tl.dot(numbers, tl.trans(operand.to(OPERAND)), acc)
+    return acc * (2.0**LIFT)
+
+
+@triton.jit
+def swiglu_oai(gate, up, alpha, limit):
+    """`(up + 1) * gate * sigmoid(alpha * gate)`, gate clamped above and up on both sides before.
+
+    NaN stays NaN, as in the reference.
+    """
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return (up + 1) * gate / (1 + tl.exp(-alpha * gate))
+
+
 def check_weight(weight: Tensor, scale: Tensor) -> None:
     """Raise ValueError unless they are contiguous MXFP8 of one shape."""
     if weight.dtype != torch.float8_e4m3fn or scale.dtype != torch.uint8:

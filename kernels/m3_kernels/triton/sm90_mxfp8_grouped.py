@@ -1,9 +1,10 @@
-"""The routed experts of many tokens on sm90, through a grouped FP8 product over contiguous segments.
+"""The routed experts of many tokens on sm90, through a grouped FP8 product.
 
-Each expert's pairs fill rows of their own, padded to a multiple of 128 rows, because the product works on
-tiles of rows of one expert. Activations become E4M3 with one scale per row and 128 columns. The product
-takes time for rows that nothing fills, so there can be as many rows as the routing needs, which the host asks
-the device for. For a CUDA graph it cannot ask: there is room for every pair and every expert's padding then.
+Every pair of a token and one of its experts gets a row among its expert's. In the masked layout each expert
+has room for all tokens and the product stops at the expert's count, which stays on the device: nothing is
+computed for rows that no pair fills, and any routing fits a captured graph. In the contiguous layout the
+experts' rows follow each other, padded to multiples of 128; it takes less room, but the product loads rows
+that nothing fills. Activations become E4M3 with one scale per row and 128 columns.
 """
 
 from __future__ import annotations
@@ -16,36 +17,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from m3_kernels.triton.sm90_mxfp8_experts import swiglu_oai
+from m3_kernels.triton.sm90_mxfp8_common import swiglu_oai
 
 SEGMENT = 128
-"""An expert's rows are a multiple of this."""
+"""An expert's rows are a multiple of this: the largest tile of rows that the product works on."""
 
 GROUP = 128
 """Columns that share one scale of an activation."""
 
-Quantized = tuple[Tensor, Tensor]
-"""`[R, K]` float8_e4m3fn and `[R, K // 128]` float32, the latter column by column (strides 1 and R)."""
+MASKED_ROWS = 1 << 16
+"""Rows of the masked layout over all experts, at most: with M3's widths they take 1.2 GB."""
 
-GroupedProduct = Callable[[Quantized, Quantized, Tensor, Tensor], object]
-"""`product(activations, weights, out, experts)`: row r of `out` `[R, N]` bfloat16 is row r of the activations
-times weight `experts[r]` transposed; rows with -1 are left alone. Weights are `[E, N, K]` with
-`[E, N // 128, K // 128]` float32 scales. (DeepGEMM: `m_grouped_fp8_gemm_nt_contiguous`.)"""
+Quantized = tuple[Tensor, Tensor]
+"""`[..., R, K]` float8_e4m3fn and `[..., R, K // 128]` float32, the latter of activations column by column
+(stride 1 between rows)."""
 
 
 @dataclass(frozen=True)
-class Segments:
-    """Where the pairs of a token and one of its experts are.
+class GroupedProducts:
+    """Products of rows and their experts' weights `[E, N, K]` with scales `[E, N // 128, K // 128]`, float32.
 
     Attributes:
-        pair: `[R]` int32, the pair in each row (m * topk + j for token m's j-th choice); -1 in padding.
-        expert: `[R]` int32, the expert of each row, of its padding too; -1 past the last segment.
-        row: `[M * topk]` int32, each pair's row; not written for the pairs of other ranks.
+        masked: `masked(activations, weights, out, counts, expected)`: for every expert, the first `counts`
+            `[E]` int32 rows of activations `[E, C, K]` times its weight transposed, into `out` `[E, C, N]`
+            bfloat16. Rows behind them may be written as well. `expected`: mean count, for tuning alone.
+            (DeepGEMM: `fp8_m_grouped_gemm_nt_masked`.)
+        contiguous: `contiguous(activations, weights, out, experts)`: row r of `out` `[R, N]` bfloat16 is row
+            r of activations `[R, K]` times weight `experts[r]` transposed; `experts` `[R]` int32 is one
+            number in each 128 rows, -1 where rows are left alone.
+            (DeepGEMM: `m_grouped_fp8_gemm_nt_contiguous`.)
     """
 
-    pair: Tensor
-    expert: Tensor
-    row: Tensor
+    masked: Callable[[Quantized, Quantized, Tensor, Tensor, int], object]
+    contiguous: Callable[[Quantized, Quantized, Tensor, Tensor], object]
 
 
 def grouped_experts(
@@ -54,12 +58,12 @@ def grouped_experts(
     w2: Quantized,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    product: GroupedProduct,
+    products: GroupedProducts,
     *,
     alpha: float,
     limit: float,
     first_expert: int,
-    room_for_all: bool,
+    model_experts: int | None = None,
 ) -> Tensor:
     """Like `mxfp8_experts` of coarsened weights, but with activations rounded to E4M3.
 
@@ -67,154 +71,209 @@ def grouped_experts(
         x: `[M, K]` bfloat16, K and I multiples of 128.
         w13: `[E, 2 * I, K]` float8_e4m3fn and `[E, 2 * I // 128, K // 128]` float32.
         w2: `[E, K, I]` and `[E, K // 128, I // 128]`.
-        topk_ids, topk_weights, alpha, limit, first_expert: as for `mxfp8_experts`.
-        room_for_all: whether buffers have room for any routing; otherwise the host waits for the device.
+        topk_ids, topk_weights, alpha, limit, first_expert, model_experts: as for `mxfp8_experts`.
 
     Returns:
-        `[M, K]` bfloat16. With `room_for_all` capturable, if `product` is.
+        `[M, K]` bfloat16. No host synchronisation; capturable, if the products are.
     """
-    tokens, columns = x.shape
-    experts, inner = w13[0].shape[0], w2[0].shape[2]
+    tokens, experts = x.shape[0], w13[0].shape[0]
     out = torch.empty_like(x)
     if tokens == 0:
         return out
-    segments = place(topk_ids, experts, first_expert, room_for_all=room_for_all)
-    rows = segments.pair.numel()
-    if rows == 0:
-        return out.zero_()
-    topk = topk_ids.shape[1]
-    gate_up = torch.empty(rows, 2 * inner, dtype=x.dtype, device=x.device)
-    product(quantize_rows(x, segments.pair, topk), w13, gate_up, segments.expert)
-    hidden = quantize_active(gate_up, segments.pair, alpha, limit)
-    routed = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
-    product(hidden, w2, routed, segments.expert)
-    _collect_kernel[(tokens, triton.cdiv(columns, 2048))](
-        routed,
-        segments.row,
-        topk_ids.contiguous(),
-        topk_weights.contiguous(),
-        out,
-        columns,
-        first_expert,
-        experts,
-        TOPK=topk,
-        COLUMNS=2048,
-        num_warps=4,
-    )
+    masked = masked_tokens(tokens, experts, model_experts or experts)
+    step = masked or tokens
+    for begin in range(0, tokens, step):
+        part = slice(begin, begin + step)
+        ids = topk_ids[part].contiguous()
+        places = (place_masked if masked else place_contiguous)(ids, experts, first_expert)
+
+        def product(rows: Quantized, weights: Quantized, target: Tensor, places: Places = places) -> None:
+            if places.experts is None:
+                expected = triton.cdiv(places.row.numel(), model_experts or experts)
+                products.masked(rows, weights, target, places.counts, expected)
+            else:
+                products.contiguous(rows, weights, target, places.experts)
+
+        gate_up = x.new_empty(*places.shape, w13[0].shape[1])
+        product(quantize_rows(x[part].contiguous(), places), w13, gate_up)
+        hidden = quantize_active(gate_up, places, alpha, limit)
+        del gate_up  # its memory is the next product's
+        routed = x.new_empty(*places.shape, x.shape[1])
+        product(hidden, w2, routed)
+        _collect(routed, places.row, topk_weights[part].contiguous(), out[part])
     return out
 
 
-def place(topk_ids: Tensor, experts: int, first_expert: int, *, room_for_all: bool) -> Segments:
-    """Segments for `[M, topk]` choices: by expert, and by pair number within one.
+def masked_tokens(tokens: int, experts: int, model_experts: int) -> int:
+    """Tokens that go through the masked layout together; 0 for the contiguous one.
 
-    Args:
-        room_for_all: whether R is the largest that any routing needs, without asking the device.
+    On a rank with a quarter of the experts or less most rows of the contiguous layout would stay empty, as
+    there must be enough for any routing; tokens rather go through the masked layout part by part then.
     """
+    most = MASKED_ROWS // experts // SEGMENT * SEGMENT
+    if tokens <= most or (most and 4 * experts <= model_experts):
+        return min(tokens, most)
+    return 0
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the pairs of a token and one of its experts are.
+
+    Attributes:
+        shape: of the rows: (E, C) in the masked layout, (R,) in the contiguous one.
+        row: `[M * topk]` int32, each pair's row among all (m * topk + j for token m's j-th choice), in the
+            order of pairs within an expert; -1 for the pairs of other ranks.
+        counts: `[E]` int32, each expert's pairs.
+        experts: `[R]` int32, the expert of each row of the contiguous layout, of its padding too; -1 past the
+            last expert's. None in the masked layout.
+    """
+
+    shape: tuple[int, ...]
+    row: Tensor
+    counts: Tensor
+    experts: Tensor | None
+
+
+def place_masked(topk_ids: Tensor, experts: int, first_expert: int) -> Places:
+    """Places for `[M, topk]` choices in which each expert has room for all tokens, in multiples of 128."""
+    capacity = triton.cdiv(topk_ids.shape[0], SEGMENT) * SEGMENT
+    row, counts = _rank(topk_ids, experts, first_expert, capacity)
+    return Places((experts, capacity), row, counts, None)
+
+
+def place_contiguous(topk_ids: Tensor, experts: int, first_expert: int) -> Places:
+    """Places for `[M, topk]` choices by expert, with as many rows as the worst routing needs."""
     pairs = topk_ids.numel()
-    device = topk_ids.device
-    ids = topk_ids.contiguous()
-    chunk = min(4096, max(SEGMENT, triton.next_power_of_2(pairs)))
-    counts = torch.empty(experts, dtype=torch.int32, device=device)
-    _count_kernel[(experts,)](ids, counts, pairs, first_expert, CHUNK=chunk, num_warps=4)
-    if room_for_all:
-        rows = triton.cdiv(pairs + experts * (SEGMENT - 1), SEGMENT) * SEGMENT
-    else:
-        rows = sum(triton.cdiv(count, SEGMENT) for count in counts.tolist()) * SEGMENT
-    segments = Segments(
-        torch.empty(rows, dtype=torch.int32, device=device),
-        torch.empty(rows, dtype=torch.int32, device=device),
-        torch.empty(pairs, dtype=torch.int32, device=device),
-    )
-    _place_kernel[(experts,)](
-        ids,
+    rows = triton.cdiv(pairs + experts * (SEGMENT - 1), SEGMENT) * SEGMENT
+    row, counts = _rank(topk_ids, experts, first_expert, 0)
+    owner = torch.empty(rows, dtype=torch.int32, device=topk_ids.device)
+    _follow_kernel[(experts,)](
+        topk_ids,
         counts,
-        segments.pair,
-        segments.expert,
-        segments.row,
+        row,
+        owner,
         pairs,
         rows,
         first_expert,
         experts,
-        CHUNK=chunk,
+        CHUNK=_chunk(pairs),
         EXPERTS=triton.next_power_of_2(experts),
         SEGMENT=SEGMENT,
         num_warps=4,
     )
-    return segments
+    return Places((rows,), row, counts, owner)
 
 
-def quantize_rows(x: Tensor, pair: Tensor | None, topk: int) -> Quantized:
-    """E4M3 activations: row r holds token `pair[r] // topk` of `x` `[M, K]`, or token r without `pair`.
+def _chunk(pairs: int) -> int:
+    """Pairs that a program looks at together."""
+    return min(4096, max(SEGMENT, triton.next_power_of_2(pairs)))
 
-    Padding is not written. K is a multiple of 128. A scale is the largest magnitude over 448, the magnitude
-    being at least 1e-10.
+
+def _rank(topk_ids: Tensor, experts: int, first_expert: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """`[M * topk]` int32, expert * capacity + the pair's number among its expert's; and `[E]`, the counts."""
+    pairs = topk_ids.numel()
+    row = torch.empty(pairs, dtype=torch.int32, device=topk_ids.device)
+    counts = torch.empty(experts, dtype=torch.int32, device=topk_ids.device)
+    _rank_kernel[(experts + 1,)](
+        topk_ids, row, counts, pairs, first_expert, experts, capacity, CHUNK=_chunk(pairs), num_warps=4
+    )
+    return row, counts
+
+
+def quantize_rows(x: Tensor, places: Places | None) -> Quantized:
+    """E4M3 activations of `x` `[M, K]`: each pair's row holds its token, or row m token m without `places`.
+
+    Rows without a pair are not written. K is a multiple of 128. A scale is the largest magnitude over 448,
+    the magnitude being at least 1e-10.
     """
-    columns = x.shape[1]
-    rows = x.shape[0] if pair is None else pair.numel()
-    values, scale = _quantized(rows, columns, x.device)
-    _quantize_kernel[(rows,)](
+    tokens, columns = x.shape
+    values, scale, capacity = _quantized((tokens,) if places is None else places.shape, columns, x.device)
+    pairs = tokens if places is None else places.row.numel()
+    _quantize_kernel[(pairs,)](
         x,
-        x if pair is None else pair,
+        x if places is None else places.row,
         values,
         scale,
         columns,
-        scale.stride(1),
-        topk,
-        PLACED=pair is not None,
-        GROUPS=8,
+        capacity,
+        max(1, pairs // max(1, tokens)),
+        PLACED=places is not None,
         GROUP=GROUP,
-        num_warps=4,
+        **_groups(columns),
     )
     return values, scale
 
 
-def quantize_active(gate_up: Tensor, pair: Tensor, alpha: float, limit: float) -> Quantized:
-    """E4M3 activations of SwiGLU-OAI of `[R, 2 * I]`, the gate half first; padding is not written."""
-    rows, columns = gate_up.shape
-    values, scale = _quantized(rows, columns // 2, gate_up.device)
-    _active_kernel[(rows,)](
+def quantize_active(gate_up: Tensor, places: Places, alpha: float, limit: float) -> Quantized:
+    """E4M3 activations of SwiGLU-OAI of `[..., 2 * I]`, the gate half first, in the rows that pairs have."""
+    columns = gate_up.shape[-1] // 2
+    values, scale, capacity = _quantized(places.shape, columns, gate_up.device)
+    _active_kernel[(places.row.numel(),)](
         gate_up,
-        pair,
+        places.row,
         values,
         scale,
-        columns // 2,
-        scale.stride(1),
+        columns,
+        capacity,
         alpha,
         limit,
-        GROUPS=8,
         GROUP=GROUP,
-        num_warps=4,
+        **_groups(columns),
     )
     return values, scale
 
 
-def _quantized(rows: int, columns: int, device: torch.device) -> Quantized:
-    """Room for the values and, column by column, their scales; columns start at multiples of 16 bytes."""
-    values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=device)
-    stride = triton.cdiv(rows, 4) * 4
-    scale = torch.empty(columns // GROUP, stride, dtype=torch.float32, device=device)
-    return values, scale.T[:rows]
+def _quantized(shape: tuple[int, ...], columns: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Room for the values and, column by column, their scales; columns start at multiples of 16 bytes.
+
+    Returns:
+        `[*shape, columns]`, `[*shape, columns // 128]`, and the rows between two columns of scales.
+    """
+    values = torch.empty(*shape, columns, dtype=torch.float8_e4m3fn, device=device)
+    capacity = triton.cdiv(shape[-1], 4) * 4
+    assert len(shape) == 1 or shape[1] == capacity, "a row's number says its expert"
+    scale = torch.empty(*shape[:-1], columns // GROUP, capacity, dtype=torch.float32, device=device)
+    return values, scale.transpose(-1, -2)[..., : shape[-1], :], capacity
 
 
-@triton.jit
-def _count_kernel(ids, counts, pairs, first_expert, CHUNK: tl.constexpr):
-    """`counts` `[experts]`: each expert's pairs."""
+def _groups(columns: int) -> dict[str, int]:
+    """Groups that a program rounds together: a whole row of M3, so that no load waits for another."""
+    together = min(64, triton.next_power_of_2(triton.cdiv(columns, GROUP)))
+    return {"GROUPS": together, "num_warps": 8 if together > 16 else 4}
+
+
+def _collect(routed: Tensor, row: Tensor, weights: Tensor, out: Tensor) -> None:
+    """`out` `[M, K]`: each token's sum over its choices here of weight times row."""
+    tokens, columns = out.shape
+    _collect_kernel[(tokens, triton.cdiv(columns, 2048))](
+        routed, row, weights, out, columns, TOPK=weights.shape[1], COLUMNS=2048, num_warps=4
+    )
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _rank_kernel(ids, row, counts, pairs, first_expert, experts, capacity, CHUNK: tl.constexpr):
+    """A program numbers the pairs of its expert; the last one marks those of other ranks."""
     expert = tl.program_id(0)
     count = 0
     for begin in range(0, pairs, CHUNK):
         at = begin + tl.arange(0, CHUNK)
         local = tl.load(ids + at, mask=at < pairs, other=-1).to(tl.int32) - first_expert
-        count += tl.sum(((at < pairs) & (local == expert)).to(tl.int32))
-    tl.store(counts + expert, count)
+        local = tl.where((local >= 0) & (local < experts), local, experts)
+        mine = (at < pairs) & (local == expert)
+        number = expert * capacity + count + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(row + at, tl.where(local == experts, -1, number), mask=mine)
+        count += tl.sum(mine.to(tl.int32))
+    if expert < experts:
+        tl.store(counts + expert, count)
 
 
-@triton.jit
-def _place_kernel(
+@triton.jit(do_not_specialize=["pairs"])
+def _follow_kernel(
     ids,
     counts,
-    pair_out,
-    expert_out,
-    row_out,
+    row,
+    owner,
     pairs,
     rows,
     first_expert,
@@ -223,7 +282,7 @@ def _place_kernel(
     EXPERTS: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
-    """Each program writes its expert's segment; the last one also marks the rows after all segments."""
+    """A program moves its expert's pairs behind those of the experts before; the last one marks the end."""
     expert = tl.program_id(0)
     other = tl.arange(0, EXPERTS)
     sizes = tl.load(counts + other, mask=other < experts, other=0)
@@ -231,32 +290,27 @@ def _place_kernel(
     begin = tl.sum(tl.where(other < expert, sizes, 0))
     end = begin + tl.sum(tl.where(other == expert, sizes, 0))
     lane = tl.arange(0, CHUNK)
-    row = begin
     for first in range(0, pairs, CHUNK):
         at = first + lane
         local = tl.load(ids + at, mask=at < pairs, other=-1).to(tl.int32) - first_expert
         mine = (at < pairs) & (local == expert)
-        to = row + tl.cumsum(mine.to(tl.int32), 0) - 1
-        tl.store(pair_out + to, at, mask=mine)
-        tl.store(row_out + at, to, mask=mine)
-        row += tl.sum(mine.to(tl.int32))
+        tl.store(row + at, begin + tl.load(row + at, mask=mine, other=0), mask=mine)
     for first in range(begin, end, CHUNK):
         at = first + lane
-        tl.store(expert_out + at, tl.full((CHUNK,), 0, tl.int32) + expert, mask=at < end)
-        tl.store(pair_out + at, tl.full((CHUNK,), -1, tl.int32), mask=(at >= row) & (at < end))
+        tl.store(owner + at, tl.full((CHUNK,), 0, tl.int32) + expert, mask=at < end)
     if expert == experts - 1:
         for first in range(end, rows, CHUNK):
             at = first + lane
-            tl.store(expert_out + at, tl.full((CHUNK,), -1, tl.int32), mask=at < rows)
-            tl.store(pair_out + at, tl.full((CHUNK,), -1, tl.int32), mask=at < rows)
+            tl.store(owner + at, tl.full((CHUNK,), -1, tl.int32), mask=at < rows)
 
 
 @triton.jit
-def _store_quantized(numbers, values, scale, row, group, groups, columns, scale_stride, GROUP: tl.constexpr):
+def _store_quantized(numbers, values, scale, row, group, groups, columns, capacity, GROUP: tl.constexpr):
     """Round `numbers` `[GROUPS, GROUP]` of a row and store them with their scales; E4M3 goes up to 448."""
     largest = tl.maximum(tl.max(tl.abs(numbers), 1), 1e-10)
     inside = group < groups
-    tl.store(scale + group.to(tl.int64) * scale_stride + row, largest / 448.0, mask=inside)
+    place = ((row // capacity).to(tl.int64) * groups + group) * capacity + row % capacity
+    tl.store(scale + place, largest / 448.0, mask=inside)
     rounded = (numbers * (448.0 / largest)[:, None]).to(tl.float8e4nv)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     tl.store(values + row.to(tl.int64) * columns + column, rounded, mask=inside[:, None])
@@ -265,48 +319,46 @@ def _store_quantized(numbers, values, scale, row, group, groups, columns, scale_
 @triton.jit
 def _quantize_kernel(
     x,
-    pair,
+    row_of,
     values,
     scale,
     columns,
-    scale_stride,
+    capacity,
     topk,
     PLACED: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    token = row
+    pair = tl.program_id(0)
+    row = pair
     if PLACED:
-        token = tl.load(pair + row)
-        if token < 0:
+        row = tl.load(row_of + pair)
+        if row < 0:
             return
-        token = token // topk
+    token = (pair // topk).to(tl.int64)
     groups = columns // GROUP
     for first in range(0, groups, GROUPS):
         group = first + tl.arange(0, GROUPS)
         column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        numbers = tl.load(x + token.to(tl.int64) * columns + column, mask=column < columns, other=0.0)
-        _store_quantized(
-            numbers.to(tl.float32), values, scale, row, group, groups, columns, scale_stride, GROUP
-        )
+        numbers = tl.load(x + token * columns + column, mask=column < columns, other=0.0)
+        _store_quantized(numbers.to(tl.float32), values, scale, row, group, groups, columns, capacity, GROUP)
 
 
 @triton.jit
 def _active_kernel(
     gate_up,
-    pair,
+    row_of,
     values,
     scale,
     columns,
-    scale_stride,
+    capacity,
     alpha,
     limit,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    if tl.load(pair + row) < 0:
+    row = tl.load(row_of + tl.program_id(0))
+    if row < 0:
         return
     groups = columns // GROUP
     gate_row = gate_up + row.to(tl.int64) * 2 * columns
@@ -316,22 +368,11 @@ def _active_kernel(
         gate = tl.load(gate_row + column, mask=column < columns, other=0.0).to(tl.float32)
         up = tl.load(gate_row + columns + column, mask=column < columns, other=0.0).to(tl.float32)
         numbers = swiglu_oai(gate, up, alpha, limit)
-        _store_quantized(numbers, values, scale, row, group, groups, columns, scale_stride, GROUP)
+        _store_quantized(numbers, values, scale, row, group, groups, columns, capacity, GROUP)
 
 
 @triton.jit
-def _collect_kernel(
-    routed,
-    row_of,
-    ids,
-    weights,
-    out,
-    columns,
-    first_expert,
-    experts,
-    TOPK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+def _collect_kernel(routed, row_of, weights, out, columns, TOPK: tl.constexpr, COLUMNS: tl.constexpr):
     """`out` `[tokens, columns]`: each token's weighted sum over its choices on this rank."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -339,9 +380,7 @@ def _collect_kernel(
     total = tl.zeros((COLUMNS,), tl.float32)
     for choice in tl.static_range(TOPK):
         pair = token * TOPK + choice
-        local = tl.load(ids + pair).to(tl.int32) - first_expert
-        if (local >= 0) & (local < experts):
-            row = tl.load(row_of + pair).to(tl.int64)
-            values = tl.load(routed + row * columns + column, mask=inside, other=0.0)
-            total += values.to(tl.float32) * tl.load(weights + pair)
+        row = tl.load(row_of + pair).to(tl.int64)
+        values = tl.load(routed + row * columns + column, mask=inside & (row >= 0), other=0.0)
+        total += values.to(tl.float32) * tl.load(weights + pair, mask=row >= 0, other=0.0)
     tl.store(out + token * columns + column, total.to(out.dtype.element_ty), mask=inside)

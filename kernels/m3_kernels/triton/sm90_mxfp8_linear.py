@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from m3_kernels.triton.sm90_common import multiprocessors
-from m3_kernels.triton.sm90_mxfp8_common import LIFT, OPERAND, check_weight, dequantized, operand_columns
+from m3_kernels.triton.sm90_mxfp8_common import OPERAND, check_weight, product
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def mxfp8_linear(x: Tensor, weight: Tensor, scale: Tensor, *, tile: LinearTile |
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _linear_kernel(
     x,
     weight,
@@ -110,31 +110,24 @@ def _linear_kernel(
     split = tl.program_id(2)
     safe_row = tl.minimum(row, rows - 1)
     safe_token = tl.minimum(token, tokens - 1)
-    column = tl.arange(0, COLUMNS)
-    operand_column = operand_columns(COLUMNS)
-    group = tl.arange(0, COLUMNS // 32)
-    x_rows = x + safe_token.to(tl.int64)[:, None] * x_stride
-    weight_rows = weight + safe_row.to(tl.int64)[:, None] * columns
-    scale_rows = scale + safe_row.to(tl.int64)[:, None] * (columns // 32)
-    acc = tl.zeros((ROWS, TOKENS), tl.float32)
     begin = tl.multiple_of(split * split_columns, COLUMNS)
-    for k in range(begin, tl.minimum(begin + split_columns, columns), COLUMNS):
-        at = k + column
-        at_group = k // 32 + group
-        if EVEN:
-            values = tl.load(weight_rows + at[None, :])
-            scales = tl.load(scale_rows + at_group[None, :])
-            operand = tl.load(x_rows + (k + operand_column)[None, :])
-        else:
-            values = tl.load(weight_rows + at[None, :], mask=at[None, :] < columns, other=0.0)
-            scales = tl.load(scale_rows + at_group[None, :], mask=at_group[None, :] < columns // 32, other=0)
-            c = (k + operand_column)[None, :]
-            operand = tl.load(x_rows + c, mask=c < columns, other=0.0)
-        numbers = dequantized(values, scales, ROWS, COLUMNS, OPERAND)
-        acc = tl.dot(numbers, tl.trans(operand.to(OPERAND)), acc)
+    acc = product(
+        weight + safe_row.to(tl.int64)[:, None] * columns,
+        scale + safe_row.to(tl.int64)[:, None] * (columns // 32),
+        x + safe_token.to(tl.int64)[:, None] * x_stride,
+        begin,
+        tl.minimum(begin + split_columns, columns),
+        columns,
+        ROWS,
+        COLUMNS,
+        TOKENS,
+        EVEN,
+        False,
+        OPERAND,
+    )
     place = (split.to(tl.int64) * tokens + token)[None, :] * rows + row[:, None]
     inside = (row < rows)[:, None] & (token < tokens)[None, :]
-    tl.store(out + place, (acc * (2.0**LIFT)).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
