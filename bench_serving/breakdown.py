@@ -2,7 +2,8 @@
 
 SGLang puts every forward step into a span, `step[DECODE bs=8]` or `step[EXTEND bs=1 toks=512]`. A kernel
 belongs to the step whose span holds the call that launched it, also when the call launched a whole CUDA
-graph. Traces without a GPU are split by PyTorch's operators instead: their self time, and the Python between.
+graph. The span's own length is the host's time for the step. Traces without a GPU are split by PyTorch's
+operators instead: their self time, and the Python between.
 """
 
 from __future__ import annotations
@@ -19,49 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench_serving.step_parts import GAPS, PART_NAMES, part_of
+
 SPAN = re.compile(r"^step\[(?P<stage>[A-Z_]+) bs=(?P<requests>\d+)(?: toks=(?P<tokens>\d+))?")
-GAPS = "launch gaps"
-OTHER = "other"
-
-PARTS = (
-    ("collectives", r"nccl|all_?reduce|all_?gather|cross_device"),
-    (
-        "selection",
-        r"score|topk_index|_select_kernel|_request_extent|_request_place|_order_kernel|_span_kernel"
-        r"|merge_candidates|sort_ids|index_block|choose_blocks|select_blocks|plan_prefix",
-    ),
-    (
-        "MoE",
-        r"fused_moe|moe|expert|topk_?(gating|softmax|sigmoid)|act_and_mul|swiglu|silu|gate_topk"
-        r"|m_?grouped|grouped_gemm|gelu_and_mul",
-    ),
-    (
-        "attention",
-        r"gqa_share_sparse|attend|attn|attention|flash|merge_pages|merge_splits|plan_unions|plan_dense"
-        r"|_entry_page|(count|list)_entries|lay_out_pages|_fwd_kernel|_fwd_grouped|kernel_stage[12]|kv_indices"
-        r"|num_kv_splits|merge_state|softmax",
-    ),
-    ("norms and rope", r"norm|rope|rotary"),
-    (
-        "linears",
-        r"gemm|gemv|cublas|nvjet|cutlass|xmma|splitk|mxfp8_linear|linear|matmul|addmm|::b?mm\b|dot_kernel",
-    ),
-    ("cache writes", r"_store|store_|set_kv|reshape_and_cache|index_put"),
-    ("embedding and sampling", r"embedding|argmax|sampl|multinomial|logits"),
-    (
-        "copies and elementwise",
-        r"memcpy|memset|copy|elementwise|fill|cat_?array|vectorized|reduce_kernel|triton_poi",
-    ),
-)
-"""Part of a step -> names of its kernels or operators; the first that matches."""
-
-PART_NAMES = (*(name for name, _ in PARTS), OTHER, GAPS)
-_PATTERNS = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in PARTS)
+KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+CALLS = ("cuda_runtime", "cuda_driver")
+LAUNCH = re.compile(r"LaunchKernel|GraphLaunch|Memcpy|Memset")
+SHOWN_NAMES = 5
 
 
-def part_of(kernel: str) -> str:
-    """The part that a kernel's or an operator's name belongs to."""
-    return next((name for name, pattern in _PATTERNS if pattern.search(kernel)), OTHER)
+class TraceError(ValueError):
+    """A trace that cannot be split; says what it lacks."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +39,14 @@ class StepTime:
 
     Attributes:
         stage, requests, tokens: as its span says; `tokens` are an extend step's new tokens.
-        microseconds: from its first kernel's start to its last kernel's end.
-        parts: microseconds by part, `GAPS` being when no kernel ran. Kernels that overlap share the time.
-        kernels: microseconds by kernel name.
-        begin: start of its first kernel, on the trace's clock.
+        microseconds: from its first kernel's start to its last kernel's end, what runs beside the step before
+            left out.
+        parts: microseconds by part, `GAPS` being when no kernel ran. Of kernels that overlap, the one that
+            began first has the time.
+        kernels: microseconds by kernel name, counted alike.
+        begin: when it began, on the trace's clock.
+        host_microseconds: the host's time in the step. A GPU that waits for the next launch makes gaps.
+        launches: calls in which the host put kernels, copies or whole graphs on the GPU.
     """
 
     stage: str
@@ -83,25 +56,54 @@ class StepTime:
     parts: dict[str, float]
     kernels: dict[str, float]
     begin: float
+    host_microseconds: float
+    launches: int
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The events of a Chrome trace, gzipped or not."""
+    """The events of a Chrome trace, gzipped or not.
+
+    Raises:
+        TraceError: it is none, or was not written to its end.
+    """
     raw = path.read_bytes()
-    return json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)["traceEvents"]
+    try:
+        return json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)["traceEvents"]
+    except (ValueError, KeyError, EOFError, OSError) as error:
+        raise TraceError(f"{path} is no whole trace: {error!r}") from error
 
 
 def steps(events: Iterable[dict[str, Any]]) -> list[StepTime]:
-    """The forward steps of a trace, in time order; those in which nothing ran are left out."""
+    """The forward steps of a trace, in time order; those in which nothing ran are left out.
+
+    Raises:
+        TraceError: there is no step, or nothing that ran in one.
+    """
     complete = [event for event in events if event.get("ph") == "X"]
-    spans = sorted(
-        (event for event in complete if event.get("cat") == "user_annotation" and SPAN.match(event["name"])),
-        key=lambda event: event["ts"],
-    )
-    work = _kernels_by_span(complete, spans)
-    if not any(work):
+    notes = [event for event in complete if event.get("cat") == "user_annotation"]
+    spans = sorted((note for note in notes if SPAN.match(note["name"])), key=lambda event: event["ts"])
+    if not spans:
+        seen = sorted({note["name"] for note in notes})[:SHOWN_NAMES]
+        raise TraceError(
+            "the trace holds no span 'step[...]', into which SGLang 0.5.23 puts every forward step: nothing "
+            f"was served while it was taken, or this SGLang names them otherwise; it holds {seen}"
+        )
+    calls = [event for event in complete if event.get("cat") in CALLS]
+    if calls:
+        work = _kernels_by_span(complete, calls, spans)
+    else:
         work = _operators_by_span(complete, spans)
-    return [_step(span, ran) for span, ran in zip(spans, work) if ran]
+        if not any(work):
+            raise TraceError("the trace holds neither launches nor operators within its steps")
+    launches = Counter(_span_at(spans, call["ts"]) for call in calls if LAUNCH.search(call["name"]))
+    found: list[StepTime] = []
+    reached = float("-inf")
+    for place, (span, ran) in enumerate(zip(spans, work)):
+        end = max((event["ts"] + event["dur"] for event in ran), default=reached)
+        if end > reached:
+            found.append(_step(span, ran, reached, launches[place]))
+            reached = end
+    return found
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,8 @@ class Breakdown:
     Attributes:
         microseconds: median of the steps' times; `parts` and `kernels` are means scaled to it.
         between_microseconds: median from one step's end to the next one's start, for steps back to back.
+        host_microseconds: median of the host's times.
+        launches: median of their numbers.
     """
 
     stage: str
@@ -121,12 +125,19 @@ class Breakdown:
     between_microseconds: float | None
     parts: dict[str, float]
     kernels: dict[str, float]
+    host_microseconds: float
+    launches: float
+
+    @property
+    def launch_bound_share(self) -> float:
+        """Part of the step in which no kernel ran: what faster launching could gain at most."""
+        return self.parts.get(GAPS, 0.0) / self.microseconds
 
 
 def summarise(taken: Sequence[StepTime], *, back_to_back: bool) -> Breakdown:
-    """Of steps that did the same work. Raises ValueError for none."""
+    """Of steps that did the same work. Raises TraceError for none."""
     if not taken:
-        raise ValueError("the trace holds no such step")
+        raise TraceError("the trace holds no such step")
     median = statistics.median(step.microseconds for step in taken)
     total = sum(step.microseconds for step in taken)
     parts: Counter[str] = Counter()
@@ -145,26 +156,43 @@ def summarise(taken: Sequence[StepTime], *, back_to_back: bool) -> Breakdown:
         statistics.median(between) if back_to_back and between else None,
         {name: parts[name] * scale for name in PART_NAMES if parts[name]},
         {name: value * scale for name, value in kernels.most_common()},
+        statistics.median(step.host_microseconds for step in taken),
+        statistics.median(step.launches for step in taken),
     )
 
 
 def _kernels_by_span(
-    complete: Sequence[dict[str, Any]], spans: Sequence[dict[str, Any]]
+    complete: Sequence[dict[str, Any]], calls: Sequence[dict[str, Any]], spans: Sequence[dict[str, Any]]
 ) -> list[list[dict[str, Any]]]:
-    """Kernels and copies by the span in which their launch lies; the launch has the same correlation id."""
-    launched: dict[int, float] = {
-        event["args"]["correlation"]: event["ts"]
-        for event in complete
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
-    }
+    """Kernels and copies by the span in which their launch lies; the launch has the same correlation id.
+
+    Raises:
+        TraceError: there are none, or none was launched in a span.
+    """
+    launched = {_correlation(call): call["ts"] for call in calls if _correlation(call) is not None}
+    ran = [event for event in complete if event.get("cat") in KERNELS]
+    if not ran:
+        raise TraceError(
+            f"the trace holds {len(calls)} CUDA calls and not one kernel: CUPTI recorded none. Another "
+            "profiler is attached to the server, its driver keeps tracing from users "
+            "(NVreg_RestrictProfilingToAdminUsers), or the GPU was not among the profile's activities"
+        )
     found: list[list[dict[str, Any]]] = [[] for _ in spans]
-    for event in complete:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            begin = launched.get(event["args"].get("correlation"))
-            place = None if begin is None else _span_at(spans, begin)
-            if place is not None:
-                found[place].append(event)
+    for event in ran:
+        begin = launched.get(_correlation(event))
+        place = None if begin is None else _span_at(spans, begin)
+        if place is not None:
+            found[place].append(event)
+    if not any(found):
+        raise TraceError(
+            f"none of the trace's {len(ran)} kernels was launched within one of its {len(spans)} steps: "
+            "their launches are missing, or have no correlation ids"
+        )
     return found
+
+
+def _correlation(event: dict[str, Any]) -> int | None:
+    return event.get("args", {}).get("correlation")
 
 
 def _operators_by_span(
@@ -215,9 +243,10 @@ def _span_at(spans: Sequence[dict[str, Any]], moment: float) -> int | None:
     return place
 
 
-def _step(span: dict[str, Any], ran: Sequence[dict[str, Any]]) -> StepTime:
+def _step(span: dict[str, Any], ran: Sequence[dict[str, Any]], not_before: float, launches: int) -> StepTime:
+    """What `ran` for the step after `not_before`, when the step before it had ended."""
     fields = SPAN.match(span["name"]).groupdict()
-    begin = min(event["ts"] for event in ran)
+    begin = max(not_before, min(event["ts"] for event in ran))
     end = max(event["ts"] + event["dur"] for event in ran)
     parts: Counter[str] = Counter()
     kernels: Counter[str] = Counter()
@@ -236,4 +265,6 @@ def _step(span: dict[str, Any], ran: Sequence[dict[str, Any]]) -> StepTime:
         dict(parts),
         dict(kernels),
         begin,
+        span["dur"],
+        launches,
     )

@@ -1,9 +1,11 @@
-"""Sends sessions to a server's `/generate` and times every token of the stream.
+"""Sends sessions to a server's `/generate` and times every token of the streams.
 
 Requests and results are SGLang's (`sglang.benchmark.serving.RequestFuncOutput`), so its metrics apply. The
 request function is our own for three reasons: its text-based count misses tokens that decode to no text, as
-random weights produce; a session needs the ids it generated; and one connection pool for the whole run
-costs less than a client per request.
+random weights produce; a session needs the ids it generated; and it decodes every event when it arrives,
+which costs several times what storing it does (`bench_serving.client_cost` measures ours). Prompts are
+encoded before the clock starts and answers read after it has stopped, but for those that a session's next
+turn holds.
 """
 
 from __future__ import annotations
@@ -12,20 +14,20 @@ import asyncio
 import contextlib
 import gc
 import time
-import traceback
+import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-import aiohttp
 import orjson
 import uvloop
 from sglang.benchmark.serving import RequestFuncOutput
 
 from bench_serving.sessions import Session
+from bench_serving.stream import Answer, Connection
 
-COUNT = b'"completion_tokens":'
 TIMEOUT_SECONDS = 6 * 3600
-READ_BUFFER_BYTES = 10 << 20
+IDLE_LIMIT_SECONDS = 1.0
+"""A connection unused for longer is not used again: the server closes it after some seconds, maybe now."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Exchange:
         session, turn, branch: which one; the same in every variant.
         output: SGLang's record: success, error, times in seconds, tokens, cached tokens.
         output_ids: the tokens generated.
+        events: streamed.
     """
 
     session: int
@@ -43,6 +46,7 @@ class Exchange:
     branch: int
     output: RequestFuncOutput
     output_ids: tuple[int, ...]
+    events: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,29 @@ class Drive:
     Attributes:
         exchanges: in the order of their keys.
         seconds: wall time from the first request to the last answer.
-        client_cpu_seconds: CPU time of this process meanwhile.
+        client_cpu_seconds: CPU time meanwhile of the thread that sends, receives and keeps the time.
+        process_cpu_seconds: CPU time meanwhile of the whole process, sampling of memory included.
     """
 
     exchanges: tuple[Exchange, ...]
     seconds: float
     client_cpu_seconds: float
+    process_cpu_seconds: float
+
+    @property
+    def events(self) -> int:
+        """Streamed in all."""
+        return sum(exchange.events for exchange in self.exchanges)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A session with its token ids as the insides of JSON lists, and the ends of its requests' bodies."""
+
+    session: Session
+    opening: bytes
+    branches: tuple[tuple[bytes, ...], ...]
+    ends: tuple[bytes, ...]
 
 
 def drive(
@@ -65,10 +86,10 @@ def drive(
     sessions: Iterable[Session],
     concurrency: int,
     *,
-    on_answer: Callable[[Exchange], None] = lambda exchange: None,
+    on_answer: Callable[[Answer], None] = lambda answer: None,
 ) -> Drive:
     """Run all sessions, `concurrency` at a time. A failed request is an exchange like any other; what its
-    session had still to ask is recorded as failed, too."""
+    session had still to ask is recorded as failed, too. `on_answer` is in the time: it must not read."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, _no_garbage_collection():
         return runner.run(_drive(url, sessions, concurrency, on_answer))
 
@@ -84,61 +105,109 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 async def _drive(
-    url: str, sessions: Iterable[Session], concurrency: int, on_answer: Callable[[Exchange], None]
+    url: str, sessions: Iterable[Session], concurrency: int, on_answer: Callable[[Answer], None]
 ) -> Drive:
-    sessions = tuple(sessions)
-    # Long prompts take milliseconds to encode, in which no answer is read: done before the clock starts.
+    waiting = iter(_prepared(sessions))
+    answers: dict[tuple[int, int, int], Answer] = {}
+    client = _Client(url, on_answer)
+    begin, cpu, process = time.perf_counter(), time.thread_time(), time.process_time()
+    await asyncio.gather(*(_slot(client, waiting, answers) for _ in range(concurrency)))
+    seconds, cpu = time.perf_counter() - begin, time.thread_time() - cpu
+    process = time.process_time() - process
+    client.close()
+    results = ((place, answer.result) for place, answer in sorted(answers.items()))
+    exchanges = (Exchange(*place, one.output, one.output_ids, one.events) for place, one in results)
+    return Drive(tuple(exchanges), seconds, cpu, process)
+
+
+def _prepared(sessions: Iterable[Session]) -> list[_Prepared]:
+    """Long prompts take milliseconds to encode, in which no answer is read."""
     openings: dict[int, bytes] = {}
+    made = []
     for session in sessions:
         if id(session.opening) not in openings:
             openings[id(session.opening)] = _encoded(session.opening)
-    waiting = iter([(session, openings[id(session.opening)]) for session in sessions])
-    exchanges: list[Exchange] = []
-
-    def done(exchange: Exchange) -> None:
-        exchanges.append(exchange)
-        on_answer(exchange)
-
-    client = aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS),
-        connector=aiohttp.TCPConnector(limit=0),
-        read_bufsize=READ_BUFFER_BYTES,
-    )
-    async with client:
-        begin, cpu = time.perf_counter(), time.process_time()
-        await asyncio.gather(*(_slot(client, url, waiting, done) for _ in range(concurrency)))
-        seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
-    exchanges.sort(key=lambda exchange: (exchange.session, exchange.turn, exchange.branch))
-    return Drive(tuple(exchanges), seconds, cpu)
+        made.append(
+            _Prepared(
+                session,
+                openings[id(session.opening)],
+                tuple(tuple(map(_encoded, turn.branches)) for turn in session.turns),
+                tuple(_end_of_body(turn.output_tokens) for turn in session.turns),
+            )
+        )
+    return made
 
 
 async def _slot(
-    client: aiohttp.ClientSession,
-    url: str,
-    waiting: Iterator[tuple[Session, bytes]],
-    done: Callable[[Exchange], None],
+    client: _Client, waiting: Iterator[_Prepared], answers: dict[tuple[int, int, int], Answer]
 ) -> None:
     """One place in flight: takes sessions until none is left."""
-    for session, so_far in waiting:
-        lost = ""
-        for number, turn in enumerate(session.turns):
+    for prepared in waiting:
+        session, so_far, lost = prepared.session, [prepared.opening], ""
+        for number, (turn, branches) in enumerate(zip(session.turns, prepared.branches)):
             if turn.think_seconds and not lost:
                 await asyncio.sleep(turn.think_seconds)
-            answers = [
-                _not_sent(lost) if lost else _send(client, url, _join(so_far, branch), turn.output_tokens)
-                for branch in turn.branches
-            ]
-            results = await asyncio.gather(*answers)
-            for branch, (output, ids) in enumerate(results):
-                done(Exchange(session.key, number, branch, output, ids))
-            failed = [output.error for output, _ in results if not output.success]
-            if failed and not lost:
-                lost = f"not sent: an earlier turn of the session failed: {failed[0][:200]}"
-            so_far = _join(_join(so_far, turn.branches[0]), results[0][1])
+            if lost:
+                given = [Answer(turn.output_tokens, time.perf_counter(), lost=lost) for _ in branches]
+            else:
+                end = prepared.ends[number]
+                sent = (client.ask([*so_far, branch], end, turn.output_tokens) for branch in branches)
+                given = await asyncio.gather(*sent)
+            for branch, answer in enumerate(given):
+                answers[session.key, number, branch] = answer
+                client.on_answer(answer)
+            if number + 1 < len(session.turns) and not lost:
+                failed = [answer.result.output.error for answer in given if not answer.result.output.success]
+                if failed:
+                    lost = f"not sent: an earlier turn of the session failed: {failed[0][:200]}"
+                so_far += [branches[0], _encoded(given[0].result.output_ids)]
 
 
-async def _not_sent(reason: str) -> tuple[RequestFuncOutput, tuple[int, ...]]:
-    return RequestFuncOutput(error=reason, start_time=time.perf_counter()), ()
+class _Client:
+    """Asks one server, over as many connections as there are requests in flight."""
+
+    def __init__(self, url: str, on_answer: Callable[[Answer], None]) -> None:
+        parsed = urllib.parse.urlsplit(url)
+        self.on_answer = on_answer
+        self._secure = parsed.scheme == "https"
+        self._host, self._port = parsed.hostname, parsed.port or (443 if self._secure else 80)
+        self._head = (
+            f"POST {parsed.path.rstrip('/')}/generate HTTP/1.1\r\nHost: {parsed.netloc}\r\n"
+            "Content-Type: application/json\r\nAccept: text/event-stream\r\nContent-Length: "
+        ).encode()
+        self._free: list[Connection] = []
+
+    async def ask(self, prompt: list[bytes], end_of_body: bytes, output_tokens: int) -> Answer:
+        """One request. Whatever goes wrong with it is a result: counted and shown, and the others go on."""
+        body = [b'{"input_ids":[', *_with_commas(prompt), end_of_body]
+        head = b"%b%d\r\n\r\n" % (self._head, sum(map(len, body)))
+        begin = time.perf_counter()
+        connection = None
+        try:
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                connection = await self._connection()
+                blocks = await connection.send([head, *body])
+        except OSError as error:
+            if connection is not None:
+                connection.close()
+            return Answer(output_tokens, begin, lost=f"{type(error).__name__}: {error}")
+        self._free.append(connection)
+        return Answer(output_tokens, begin, blocks)
+
+    async def _connection(self) -> Connection:
+        while self._free:
+            connection = self._free.pop()
+            if connection.reusable and time.perf_counter() - connection.free_since < IDLE_LIMIT_SECONDS:
+                return connection
+            connection.close()
+        loop = asyncio.get_running_loop()
+        ssl = True if self._secure else None
+        _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=ssl)
+        return connection
+
+    def close(self) -> None:
+        for connection in self._free:
+            connection.close()
 
 
 def _encoded(ids: tuple[int, ...]) -> bytes:
@@ -146,97 +215,21 @@ def _encoded(ids: tuple[int, ...]) -> bytes:
     return orjson.dumps(ids)[1:-1]
 
 
-def _join(so_far: bytes, ids: tuple[int, ...]) -> bytes:
-    return b",".join(filter(None, (so_far, _encoded(ids))))
+def _with_commas(parts: list[bytes]) -> Iterator[bytes]:
+    """The parts that hold ids, with commas between them."""
+    filled = [part for part in parts if part]
+    for place, part in enumerate(filled):
+        if place:
+            yield b","
+        yield part
 
 
-def request_body(prompt: bytes, output_tokens: int) -> bytes:
-    """The JSON of a greedy request for exactly `output_tokens` tokens after the prompt, an encoded list."""
+def _end_of_body(output_tokens: int) -> bytes:
+    """What follows the ids in a greedy request for exactly `output_tokens` tokens."""
     sampling = {
         "max_new_tokens": output_tokens,
         "temperature": 0.0,
         "ignore_eos": True,
         "skip_special_tokens": False,
     }
-    rest = orjson.dumps({"sampling_params": sampling, "stream": True})
-    return b"".join((b'{"input_ids":[', prompt, b"],", rest[1:]))
-
-
-async def _send(
-    client: aiohttp.ClientSession, url: str, prompt: bytes, output_tokens: int
-) -> tuple[RequestFuncOutput, tuple[int, ...]]:
-    output = RequestFuncOutput()
-    body = request_body(prompt, output_tokens)
-    output.start_time = time.perf_counter()
-    stream = _Stream(output)
-    # Whatever goes wrong with a request is a result: counted and shown, and the others go on.
-    try:
-        async with client.post(
-            f"{url}/generate", data=body, headers={"Content-Type": "application/json"}
-        ) as response:
-            if response.status != 200:
-                output.error = f"HTTP {response.status}: {(await response.text())[:2000]}"
-                return output, ()
-            async for block in response.content.iter_any():
-                stream.feed(block)
-        return output, stream.close(output_tokens)
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
-        output.success = False
-        output.error = traceback.format_exc()
-        return output, ()
-
-
-class _Stream:
-    """Reads server-sent events as they arrive; parses only the token count of each until the stream ends."""
-
-    def __init__(self, output: RequestFuncOutput) -> None:
-        self.output = output
-        self._last_seconds = output.start_time
-        self._rest = b""
-        self._count = 0
-        self._events: list[bytes] = []
-
-    def feed(self, block: bytes) -> None:
-        """Take in what has just arrived."""
-        now = time.perf_counter()
-        *events, self._rest = (self._rest + block).split(b"\n\n")
-        for event in events:
-            data = event.removeprefix(b"data: ")
-            if data == b"[DONE]":
-                continue
-            self._events.append(data)
-            place = data.rfind(COUNT)
-            if place < 0:
-                continue
-            begin = place + len(COUNT)
-            count = int(data[begin : begin + 12].split(b",")[0].split(b"}")[0])
-            new = count - self._count
-            if new <= 0:
-                continue
-            if self._count == 0:
-                self.output.ttft = now - self.output.start_time
-            else:
-                # As SGLang's client has it: tokens that arrive together share the gap.
-                self.output.itl.extend([(now - self._last_seconds) / new] * new)
-            self._count, self._last_seconds = count, now
-
-    def close(self, wanted: int) -> tuple[int, ...]:
-        """Complete `output` and return the generated ids; an answer of not `wanted` tokens is a failure."""
-        output = self.output
-        last = orjson.loads(self._events[-1]) if self._events else {"error": "the stream held nothing"}
-        if "error" in last:
-            output.error = str(last["error"])
-            return ()
-        meta = last["meta_info"]
-        output.latency = self._last_seconds - output.start_time
-        output.output_len = self._count
-        output.prompt_len = meta["prompt_tokens"]
-        output.cached_tokens = meta.get("cached_tokens", 0)
-        ids = last["output_ids"]
-        if len(ids) != self._count:
-            # With --incremental-streaming-output every event holds its own tokens alone.
-            ids = [token for event in self._events for token in orjson.loads(event)["output_ids"]]
-        output.success = self._count == len(ids) == wanted
-        if not output.success:
-            output.error = f"{self._count} of {wanted} tokens, finish reason {meta.get('finish_reason')}"
-        return tuple(ids)
+    return b"]," + orjson.dumps({"sampling_params": sampling, "stream": True})[1:]

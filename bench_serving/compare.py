@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 import urllib.error
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from bench_serving import server
 from bench_serving.corpus import Corpus
 from bench_serving.measure import Load, measure, warm_prefixes, warm_up
 from bench_serving.server import Variant
-from bench_serving.store import PointKey, Store, key
+from bench_serving.store import PointKey, Store, current, key
 from bench_serving.workload import Workload
 
 
@@ -31,6 +32,7 @@ class Comparison:
         together: start all variants at once and alternate between them at every point instead. For
             machines that hold them all.
         stop_after_seconds: start no further point after this; what is missing is measured by the next call.
+        start_limit_seconds: a server that is not healthy by then broke.
     """
 
     variants: tuple[Variant, ...]
@@ -40,6 +42,7 @@ class Comparison:
     seed: int
     together: bool = False
     stop_after_seconds: float = float("inf")
+    start_limit_seconds: float = server.START_LIMIT_SECONDS
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,13 @@ class Result:
     """How a comparison went.
 
     Attributes:
-        complete: nothing is missing any more.
+        missing: points that are not measured, as "variant: workload at concurrency".
+        failed: requests that failed in what is measured, by variant.
         broken: why a variant has points missing, by its name: it did not start, or did not serve.
     """
 
-    complete: bool
+    missing: tuple[str, ...]
+    failed: dict[str, int]
     broken: dict[str, str]
 
 
@@ -72,17 +77,35 @@ def run(comparison: Comparison, corpus: Corpus, store: Store) -> Result:
             if not any(missing.values()):
                 continue
             if time.monotonic() - begin > comparison.stop_after_seconds:
-                return Result(False, broken)
+                break
             name = ", ".join(variant.name for variant in group)
             try:
-                with _started(group, store.folder) as urls:
+                with _started(group, number, store.folder, comparison.start_limit_seconds) as urls:
                     for load in loads:
                         if not _measure_load(comparison, load, urls, missing, number, store, begin):
-                            return Result(False, broken)
+                            break
             except (RuntimeError, urllib.error.URLError, ConnectionError) as error:
                 broken[name] = str(error)
                 print(f"{name} broke: {error}", flush=True)
-    return Result(not broken, broken)
+    return _result(comparison, loads, store, broken)
+
+
+def _result(comparison: Comparison, loads: Sequence[Load], store: Store, broken: dict[str, str]) -> Result:
+    names = {variant.name for variant in comparison.variants}
+    failed: Counter[str] = Counter()
+    answered: set[tuple[Any, ...]] = set()
+    for point in current(store.points()).points:
+        if point["variant"] in names and point["failed"]:
+            failed[point["variant"]] += point["failed"]
+            answered.add(tuple(point[name] for name in PointKey.__dataclass_fields__))
+    missing: dict[str, None] = {}
+    for number in range(comparison.rounds):
+        for variant in comparison.variants:
+            wanted = _missing(comparison, loads, variant, number, store)
+            for point in sorted(wanted, key=lambda point: point.max_concurrency):
+                if astuple(point) not in answered:
+                    missing[f"{variant.name}: {point.workload} at {point.max_concurrency}"] = None
+    return Result(tuple(missing), dict(failed), broken)
 
 
 def _measure_load(
@@ -124,6 +147,7 @@ def _measure_load(
                 title = f"{variant.name} {load.workload.name} at {concurrency}"
                 record, driven = measure(urls[variant], load, concurrency, repeat=repeat, title=title)
                 record |= server.capacity(urls[variant])
+                record["place"] = comparison.variants.index(variant)
                 store.append(points[0], variant, record, driven.exchanges)
                 print(line(title, record), flush=True)
     return True
@@ -142,10 +166,16 @@ def _missing(
 
 
 @contextlib.contextmanager
-def _started(variants: Sequence[Variant], folder: Path) -> Iterator[dict[Variant, str]]:
+def _started(
+    variants: Sequence[Variant], number: int, folder: Path, start_limit: float
+) -> Iterator[dict[Variant, str]]:
+    """Servers of one round; each round has logs of its own."""
+    suffix = f"-round-{number + 1}.log" if number else ".log"
     with contextlib.ExitStack() as stack:
         yield {
-            variant: stack.enter_context(server.started(variant, folder / f"{variant.name}.log"))
+            variant: stack.enter_context(
+                server.started(variant, folder / f"{variant.name}{suffix}", start_limit)
+            )
             for variant in variants
         }
 
@@ -159,14 +189,4 @@ def line(title: str, record: dict[str, Any]) -> str:
         f"{title}: {record['output_throughput']:.1f} tokens/s, "
         f"first token {record['median_ttft_ms']:.1f} ms, per token {record['median_tpot_ms']:.2f} ms, "
         f"cached {record['cached_share']:.0%}{failed}"
-    )
-
-
-def at(workload: Workload, concurrency: tuple[int, ...], per_slot: int | None, least: int | None) -> Workload:
-    """The workload with other concurrencies (none given: its own) and other numbers of sessions."""
-    return replace(
-        workload,
-        concurrency=concurrency or workload.concurrency,
-        requests_per_slot=per_slot or workload.requests_per_slot,
-        least_sessions=least or workload.least_sessions,
     )

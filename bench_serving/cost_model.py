@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_m3.config import M3Config
+from sglang_m3.doctor import machine
 from sglang_m3.doctor.memory import (
     ELEMENT_BYTES,
     MXFP8_BYTES,
@@ -42,9 +43,11 @@ class Gpu:
     source: str
 
 
+_H200, _H100 = (machine.GPUS[name].total_bytes for name in ("h200", "h100"))
+
 GPUS = {
-    "h200": Gpu("H200", 143771 * 2**20, 4.3e12, 790e12, 1244e12, "measured: device copy, 8192-cubed product"),
-    "h100": Gpu("H100", 81559 * 2**20, 3.0e12, 790e12, 1244e12, "0.9 x 3.35 TB/s; products as on H200"),
+    "h200": Gpu("H200", _H200, 4.3e12, 790e12, 1244e12, "measured: device copy, 8192-cubed product"),
+    "h100": Gpu("H100", _H100, 3.0e12, 790e12, 1244e12, "0.9 x 3.35 TB/s; products as on H200"),
 }
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import socket
+import urllib.parse
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pynvml
 
 ROOT = Path(__file__).parent.parent
@@ -45,3 +48,18 @@ def code() -> str:
         for path in sorted((ROOT / folder).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:8]
+
+
+def is_here(url: str) -> bool:
+    """Whether the server at `url` is on this machine: its address is one of ours.
+
+    Raises:
+        ValueError: the host has no address.
+    """
+    host = urllib.parse.urlsplit(url).hostname or ""
+    try:
+        there = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        raise ValueError(f"{url}: {error}") from error
+    ours = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    return bool(there & ours)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import urllib.parse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -14,7 +13,9 @@ from tqdm import tqdm
 
 from bench_serving import client, server
 from bench_serving.corpus import Corpus
+from bench_serving.memory import MemorySampler
 from bench_serving.sessions import PrefixTree, Session, Turn, overlap, prefix_tree, sessions
+from bench_serving.stream import Answer
 from bench_serving.workload import Workload
 
 WARM_OUTPUT_TOKENS = 16
@@ -91,16 +92,15 @@ def measure(
     point = load.sessions(concurrency, f"repeat {repeat}")
     total = sum(session.requests for session in point)
     before = server.counters(url)
-    port = urllib.parse.urlparse(url).port or 80
     with (
         tqdm(total=total, desc=title, unit="request", leave=False, mininterval=1.0) as bar,
-        server.MemorySampler(port) as memory,
+        MemorySampler(url) as memory,
     ):
 
-        def answered(exchange: client.Exchange) -> None:
+        def answered(answer: Answer) -> None:
             bar.update()
-            if not exchange.output.success:
-                tqdm.write(f"failed: {exchange.output.error.strip().splitlines()[-1][:300]}")
+            if not answer.looks_complete:
+                tqdm.write("a request failed; why is said when the point is over")
 
         driven = client.drive(url, point, concurrency, on_answer=answered)
     grown = server.counters(url).since(before)
@@ -109,9 +109,7 @@ def measure(
     served = [output for output in outputs if output.success]
     prompt_tokens = sum(output.prompt_len for output in served)
     cached_tokens = sum(output.cached_tokens for output in served)
-    errors = collections.Counter(
-        output.error.strip().splitlines()[-1][:300] for output in outputs if not output.success
-    )
+    errors = collections.Counter(_last_line(output.error) for output in outputs if not output.success)
     record = {
         "sessions": len(point),
         "requests": total,
@@ -127,9 +125,18 @@ def measure(
         "index_rows": grown.rows,
         "memory_kind": memory.memory.kind,
         "peak_memory_bytes": memory.memory.peak_bytes,
-        "client_cpu_percent_per_100_requests_per_s": 100 * 100 * driven.client_cpu_seconds / total,
+        "streamed_events": driven.events,
+        "client_cpu_seconds": driven.client_cpu_seconds,
+        "process_cpu_seconds": driven.process_cpu_seconds,
+        "client_core_share": driven.client_cpu_seconds / driven.seconds,
+        "client_cpu_us_per_request": 1e6 * driven.client_cpu_seconds / total,
+        "client_cpu_us_per_event": 1e6 * driven.client_cpu_seconds / max(1, driven.events),
     }
     return record | (_metrics(outputs, driven.seconds) if served else {}), driven
+
+
+def _last_line(error: str) -> str:
+    return error.strip().splitlines()[-1][:300]
 
 
 class _NoText:

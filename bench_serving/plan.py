@@ -1,7 +1,8 @@
 """`python -m bench_serving.plan --gpu h200 --gpus 8 --weights mxfp8`: capacity of a node on paper.
 
-Prints one rank's memory, the tokens and sessions that fit, the bytes of a decode step and the least time a
-decode and an extend step can take (`bench_serving.cost_model`), and how far measured points are from it.
+Prints one rank's memory, the tokens and sessions that fit, the bytes of a decode step, the least time a
+decode and an extend step can take (`bench_serving.cost_model`), an estimate of decode, and how far both are
+from what was measured.
 """
 
 from __future__ import annotations
@@ -14,9 +15,18 @@ from pathlib import Path
 
 from bench_serving import one_rank
 from bench_serving.cost_model import GPUS, Gpu, Layout, Step, step_cost
+from bench_serving.server import PLUGINS, Variant
+from bench_serving.store import POINTS, Store, current
 from sglang_m3.config import ConfigError, M3Config
 from sglang_m3.doctor.machine import TAKEN_BEFORE_WEIGHTS
-from sglang_m3.doctor.memory import ELEMENT_BYTES, Parallel, StepSizes, check_division, rank_memory
+from sglang_m3.doctor.memory import (
+    ELEMENT_BYTES,
+    Parallel,
+    StepSizes,
+    WeightFormat,
+    check_division,
+    rank_memory,
+)
 from sglang_m3.doctor.published import NAMES, config_of
 
 CHUNK_TOKENS = 8192
@@ -25,23 +35,47 @@ CHUNK_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured step of an emulated rank of 8 on one H200, BF16.
+    """A measured step of an emulated rank of 8 on one H200.
 
     Attributes:
+        software: "stock" or "plugin".
         seconds: of a decode step (`new_tokens` 1), or until the first token of all requests.
+        weights: the format it served them in.
     """
 
+    software: str
     step: Step
     seconds: float
     source: str
+    weights: WeightFormat = "bfloat16"
+
+    @property
+    def floor(self) -> float:
+        """Seconds that the cost model gives."""
+        return step_cost(emulated_rank(self.weights), self.step).seconds(GPUS["h200"], self.weights)
 
 
-STOCK = "SGLang 0.5.23, 60,928 cached tokens and 512 new, 2026-11-30"
-MEASURED = tuple(
-    Measured(Step(requests, new, 60_928, 512, sharing=False), seconds, STOCK)
-    for new, times in ((1, (0.0104, 0.0194, 0.0467)), (512, (0.168, 0.432, 1.504)))
-    for requests, seconds in zip((1, 8, 32), times)
+BATCH = "a batch of 60,928 cached tokens and 512 new each"
+AGENTIC = "agentic-60k, median time per output token, others' prefills between"
+MEASURED = (
+    *(
+        Measured("stock", Step(requests, new, 60_928, 512, sharing=False), seconds, BATCH)
+        for new, times in ((1, (0.0104, 0.0194, 0.0467)), (512, (0.168, 0.432, 1.504)))
+        for requests, seconds in zip((1, 8, 32), times)
+    ),
+    Measured("plugin", Step(1, 1, 59_904, 643, sharing=True), 0.00767, AGENTIC),
+    Measured("plugin", Step(8, 1, 59_904, 712, sharing=True), 0.01525, AGENTIC),
+    Measured("plugin", Step(8, 1, 59_904, 712, sharing=True), 0.01317, "agentic-60k, median gap"),
 )
+"""SGLang 0.5.23 in BF16 on 2026-11-30. A software's first decode step, of one request, is what its estimates
+start from (`beyond_floor`)."""
+
+
+def beyond_floor(software: str) -> float:
+    """Seconds that a decode step of one request took beyond its floor: launches, norms, sampling."""
+    first = next(one for one in MEASURED if one.software == software and one.step.new_tokens == 1)
+    assert first.step.requests == 1, first
+    return first.seconds - first.floor
 
 
 def memory_table(layout: Layout, gpu: Gpu, static_fraction: float, session: Step, requests: int) -> list[str]:
@@ -78,11 +112,11 @@ def memory_table(layout: Layout, gpu: Gpu, static_fraction: float, session: Step
 
 
 def step_table(layout: Layout, gpu: Gpu, session: Step, concurrencies: Iterable[int], new: int) -> list[str]:
-    """Markdown lines: what a decode step reads, and the floors of decode and extend steps."""
+    """Markdown lines: what a decode step reads, its floor and estimate, and the floors of extend steps."""
     lines = [
         "| at once | read per decode step, GB | of it index keys, GB (unshared) | decode floor, ms"
-        f" (unshared) | tokens/s, at most | extend of {new} each, floor, ms |",
-        "|---|---|---|---|---|---|",
+        f" (unshared) | decode estimate, ms | tokens/s by estimate | extend of {new} each, floor, ms |",
+        "|---|---|---|---|---|---|---|",
     ]
     for requests in concurrencies:
         costs = {}
@@ -90,56 +124,88 @@ def step_table(layout: Layout, gpu: Gpu, session: Step, concurrencies: Iterable[
             step = Step(requests, 1, session.shared_tokens, session.private_tokens, sharing)
             costs[sharing] = step_cost(layout, step)
         shared, unshared = (costs[sharing].seconds(gpu, layout.weights) for sharing in (True, False))
+        estimate = shared + beyond_floor("plugin")
         extend = step_cost(layout, Step(requests, new, session.shared_tokens, new, sharing=True))
         keys = [costs[sharing].bytes["index keys"] / 1e9 for sharing in (True, False)]
         lines.append(
             f"| {requests} | {sum(costs[True].bytes.values()) / 1e9:.1f} | {keys[0]:.2f} ({keys[1]:.2f}) "
-            f"| {shared * 1e3:.2f} ({unshared * 1e3:.2f}) | {requests / shared:,.0f} "
-            f"| {extend.seconds(gpu, layout.weights) * 1e3:.1f} |"
+            f"| {shared * 1e3:.2f} ({unshared * 1e3:.2f}) | {estimate * 1e3:.1f} "
+            f"| {requests / estimate:,.0f} | {extend.seconds(gpu, layout.weights) * 1e3:.1f} |"
         )
     return lines
 
 
-def emulated_rank() -> Layout:
-    """`bench_serving.one_rank --of 8` in BF16."""
-    return Layout(M3Config.read(one_rank.config(one_rank.Rank(of=8))), Parallel())
+def emulated_rank(weights: WeightFormat = "bfloat16") -> Layout:
+    """`bench_serving.one_rank --of 8`."""
+    return Layout(M3Config.read(one_rank.config(one_rank.Rank(of=8))), Parallel(), weights=weights)
 
 
 def check_table(measured: Iterable[Measured] = MEASURED) -> list[str]:
-    """Markdown lines: measured steps of the emulated rank beside their floors."""
-    layout, gpu = emulated_rank(), GPUS["h200"]
+    """Markdown lines: measured steps of the emulated rank beside their floors, and the estimates' errors."""
     lines = [
-        "| measured | step | floor ms | measured ms | measured / floor |",
-        "|---|---|---|---|---|",
+        "| | measured | step | floor ms | measured ms | measured / floor | estimate ms | its error |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for point in measured:
-        floor = step_cost(layout, point.step).seconds(gpu, layout.weights)
-        kind = "decode" if point.step.new_tokens == 1 else f"extend of {point.step.new_tokens}"
+        decode = point.step.new_tokens == 1
+        kind = "decode" if decode else f"extend of {point.step.new_tokens}"
+        estimate = point.floor + beyond_floor(point.software)
+        shown = f"{estimate * 1e3:.1f} | {estimate / point.seconds - 1:+.0%}" if decode else " | "
         lines.append(
-            f"| {point.source} | {kind}, {point.step.requests} at once | {floor * 1e3:.2f} "
-            f"| {point.seconds * 1e3:.1f} | {point.seconds / floor:.1f} |"
+            f"| {point.software} | {point.source} | {kind}, {point.step.requests} at once "
+            f"| {point.floor * 1e3:.2f} | {point.seconds * 1e3:.1f} | {point.seconds / point.floor:.1f} "
+            f"| {shown} |"
         )
     return lines
 
 
-def measured_points(folder: Path) -> list[Measured]:
-    """The decode steps of a comparison's points, if it measured the emulated rank of 8.
+def check_text() -> list[str]:
+    """How far the estimates and floors are from what was measured, in words."""
+    decodes = [one for one in MEASURED if one.step.new_tokens == 1 and one.step.requests > 1]
+    beyond = ", ".join(f"{name} {beyond_floor(name) * 1e3:.1f} ms" for name in ("stock", "plugin"))
+    errors = [(one.floor + beyond_floor(one.software)) / one.seconds - 1 for one in decodes]
+    ratios = [one.seconds / one.floor for one in MEASURED if one.step.new_tokens > 1]
+    return [
+        "A floor leaves out launches, collectives, norms and sampling. An estimate adds to a decode step's "
+        f"floor what the same software's step of one request took beyond it, {beyond}; for the other decode "
+        f"steps below it is off by {min(errors):+.0%} to {max(errors):+.0%}. Measured extend steps, all of "
+        f"stock SGLang, took {min(ratios):.0f} to {max(ratios):.0f} times their floor, so for them there is "
+        "none. All on one H200, one rank of eight emulated, without collectives:",
+    ]
 
-    The cost model takes median cached tokens as shared and the mean of the rest as private.
+
+def measured_points(folder: Path) -> list[Measured]:
+    """The decode steps of a comparison that measured the emulated rank of 8.
+
+    The cost model takes the mean of the cached tokens as shared and of the rest as private.
+
+    Raises:
+        ValueError: it measured something else, or nothing.
     """
+    if not (folder / POINTS).is_file():
+        raise ValueError(f"{folder} holds no {POINTS}")
     found = []
-    for line in (folder / "points.jsonl").read_text(encoding="utf-8").splitlines():
-        point = json.loads(line)
+    for point in current(Store(folder).points()).points:
         if "median_tpot_ms" not in point:
             continue
+        if not point["model_note"].startswith("The model is one rank of 8"):
+            raise ValueError(f"{folder} holds points of another model than bench_serving.one_rank --of 8")
         served = point["requests"] - point["failed"]
         private = round((point["prompt_tokens"] - point["cached_tokens"]) / served)
         shared = round(point["cached_tokens"] / served)
         sharing = point["index_pages_saved"] > 0
-        step = Step(point["max_concurrency"], 1, shared, private, sharing)
+        variant = Variant(point["variant"], tuple(point["environment"].items()), tuple(point["flags"]))
         found.append(
-            Measured(step, point["median_tpot_ms"] / 1e3, f"{point['variant']}, {point['workload']}")
+            Measured(
+                "stock" if (PLUGINS, "none") in variant.environment else "plugin",
+                Step(point["max_concurrency"], 1, shared, private, sharing),
+                point["median_tpot_ms"] / 1e3,
+                f"{point['variant']}, {point['workload']}",
+                "mxfp8" if variant.flag("--quantization") == "mxfp8" else "bfloat16",
+            )
         )
+    if not found:
+        raise ValueError(f"{folder} holds no measured points")
     return found
 
 
@@ -176,6 +242,10 @@ def main(arguments: list[str] | None = None) -> int:
         config = M3Config.read(content)
     except ConfigError as error:
         parser.error(str(error))
+    try:
+        checked = measured_points(chosen.check) if chosen.check else []
+    except ValueError as error:
+        parser.error(str(error))
     undivided = check_division(config, parallel)
     if undivided:
         parser.error("; ".join(undivided))
@@ -191,9 +261,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"Rates: {gpu.bytes_per_second / 1e12:.1f} TB/s, {gpu.flops / 1e12:.0f} TFLOP/s ({gpu.source}).\n")
     print("\n".join(memory_table(layout, gpu, chosen.static_fraction, session, max(concurrencies))))
     print("\n" + "\n".join(step_table(layout, gpu, session, concurrencies, chosen.new)))
-    print("\nA floor leaves out launches, collectives, norms and sampling. Against the emulated rank:\n")
-    measured = (*MEASURED, *(measured_points(chosen.check) if chosen.check else ()))
-    print("\n".join(check_table(measured)))
+    print("\n" + "\n".join(check_text()) + "\n")
+    print("\n".join(check_table((*MEASURED, *checked))))
     return 0
 
 

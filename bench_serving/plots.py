@@ -1,144 +1,197 @@
-"""A comparison's plots. Needs matplotlib; measuring does not."""
+"""A comparison's plots, readable without its text. Needs matplotlib; measuring does not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_serving.store import Store, latest
+from bench_serving.store import Store, current
 from bench_serving.summary import Row, rows
 
 LATENCY = "latency-against-throughput.png"
 FIRST_TOKEN = "first-token-against-prefix.png"
 SHARING = "token-time-against-sharing.png"
 
+NAMED = {
+    "workload": lambda value: str(value),
+    "prefix_tokens": lambda value: f"prefix {value:,} tokens",
+    "shared_share": lambda value: f"{value:.0%} of the prefix shared",
+    "max_concurrency": lambda value: f"{value} in flight",
+    "digest": lambda value: f"load {value}",
+}
+"""What curves of one variant may differ in, in words."""
+LINES, MARKERS = ("-", "--", ":", "-."), "os^Dv<>P"
+INSIDE_LEGEND = 4
+"""More curves get a legend beside the plot."""
+CAPTION_CHARACTERS = 130
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What is drawn along an axis, in words and from a row."""
+
+    name: str
+    value: Callable[[Row], float]
+
+
+THROUGHPUT = Axis(
+    "output throughput (tokens/s; right is better)", lambda row: row.values["output_throughput"].median
+)
+TOKEN_TIME = Axis(
+    "time per output token (ms, median; lower is better)", lambda row: row.values["median_tpot_ms"].median
+)
+TTFT = Axis(
+    "time to first token (ms, median; lower is better)", lambda row: row.values["median_ttft_ms"].median
+)
+PREFIX = Axis("cached prefix (tokens)", lambda row: row.load["prefix_tokens"])
+OVERLAP = Axis("prompt tokens shared with other requests (%)", lambda row: 100 * row.values["overlap"].median)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot of a sweep.
+
+    Attributes:
+        along: the field of the load that changes along a curve; a curve needs two values of it.
+        apart: fields of the load that make curves of their own, besides the variant.
+        marked: whether points say their value of `along`.
+    """
+
+    file: str
+    title: str
+    x: Axis
+    y: Axis
+    along: str
+    apart: tuple[str, ...]
+    marked: bool = False
+
+
+PLOTS = (
+    Plot(
+        LATENCY,
+        "Latency against throughput; numbers at points: sessions in flight",
+        THROUGHPUT,
+        TOKEN_TIME,
+        "max_concurrency",
+        ("workload", "prefix_tokens", "shared_share", "digest"),
+        marked=True,
+    ),
+    Plot(
+        FIRST_TOKEN,
+        "Time to first token against the length of the cached prefix",
+        PREFIX,
+        TTFT,
+        "prefix_tokens",
+        ("workload", "max_concurrency", "shared_share"),
+    ),
+    Plot(
+        SHARING,
+        "Time per output token against how much of the prompts is shared",
+        OVERLAP,
+        TOKEN_TIME,
+        "shared_share",
+        ("workload", "max_concurrency", "prefix_tokens"),
+    ),
+)
+
 
 def write(store: Store) -> list[str]:
-    """Draw every plot that the points have enough of; returns their file names.
-
-    Latency against throughput takes two concurrencies of a workload, time to first token two prefix lengths,
-    time per output token two overlaps, at the same concurrency.
-    """
+    """Draw every plot that the points of now (`store.current`) have a sweep for; returns the file names."""
     import matplotlib
 
     matplotlib.use("Agg")
-    points = latest(store.points())
+    points = current(store.points()).points
     table = [row for row in rows(points) if row.values]
-    machine = " / ".join(dict.fromkeys(point["machine"] for point in points))
-    made = []
-    for name, draw in ((LATENCY, _latency), (FIRST_TOKEN, _first_token), (SHARING, _sharing)):
-        if draw(table, store.folder / name, machine):
-            made.append(name)
-    return made
+    return [plot.file for plot in PLOTS if _draw(plot, table, store.folder / plot.file, caption(points))]
 
 
-def _latency(table: list[Row], path: Path, machine: str) -> bool:
-    """Tokens per second of all requests against time per output token, one curve per variant and load."""
-    curves = _curves(
-        table,
-        _by("workload", "prefix_tokens", "shared_share"),
-        lambda row: row.load["max_concurrency"],
-    )
-    return _draw(
-        curves,
-        path,
-        machine,
-        title="Latency against throughput; numbers are requests in flight",
-        x=("output throughput (tokens/s)", lambda row: row.values["output_throughput"].median),
-        y=("time per output token (ms, median)", lambda row: row.values["median_tpot_ms"].median),
-        mark=lambda row: str(row.load["max_concurrency"]),
-        label=lambda key: f"{key[0]}, {key[1]}",
-    )
+def caption(points: Sequence[dict[str, Any]]) -> str:
+    """Machine, date, and what is particular about the model."""
+    if not points:
+        return ""
+    date = time.strftime("%Y-%m-%d", time.gmtime(min(point["time"] for point in points)))
+    notes = dict.fromkeys(point["model_note"] for point in points if point["model_note"])
+    text = " ".join([f"{points[0]['machine']}. {date}.", *notes])
+    return "\n".join(textwrap.wrap(text, CAPTION_CHARACTERS))
 
 
-def _first_token(table: list[Row], path: Path, machine: str) -> bool:
-    curves = _curves(
-        table,
-        _by("workload", "max_concurrency", "shared_share"),
-        lambda row: row.load["prefix_tokens"],
-    )
-    return _draw(
-        curves,
-        path,
-        machine,
-        title="Time to first token against the length of the cached prefix",
-        x=("prefix (tokens)", lambda row: row.load["prefix_tokens"]),
-        y=("time to first token (ms, median)", lambda row: row.values["median_ttft_ms"].median),
-        mark=lambda row: "",
-        label=lambda key: f"{key[0]}, {key[2]} in flight",
-    )
-
-
-def _sharing(table: list[Row], path: Path, machine: str) -> bool:
-    curves = _curves(
-        table,
-        _by("workload", "max_concurrency", "prefix_tokens"),
-        lambda row: row.load["shared_share"],
-    )
-    return _draw(
-        curves,
-        path,
-        machine,
-        title="Time per output token against how much of the prompts is shared",
-        x=("prompt tokens shared with other requests (%)", lambda row: 100 * row.values["overlap"].median),
-        y=("time per output token (ms, median)", lambda row: row.values["median_tpot_ms"].median),
-        mark=lambda row: "",
-        label=lambda key: f"{key[0]}, {key[2]} in flight",
-    )
-
-
-def _by(*names: str) -> Callable[[Row], tuple[Any, ...]]:
-    """Curves that differ in the variant or in one of these fields of the load."""
-    return lambda row: (row.variant, *(row.load[name] for name in names))
-
-
-def _curves(
-    table: list[Row], curve: Callable[[Row], tuple[Any, ...]], step: Callable[[Row], float]
-) -> dict[tuple[Any, ...], list[Row]]:
-    """Rows by curve, ordered along it; curves of one point are none."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
-    for row in table:
-        found.setdefault(curve(row), []).append(row)
-    return {
-        key: sorted(members, key=step)
-        for key, members in found.items()
-        if len({step(row) for row in members}) > 1
-    }
-
-
-def _draw(
-    curves: dict[tuple[Any, ...], list[Row]],
-    path: Path,
-    machine: str,
-    *,
-    title: str,
-    x: tuple[str, Callable[[Row], float]],
-    y: tuple[str, Callable[[Row], float]],
-    mark: Callable[[Row], str],
-    label: Callable[[tuple[Any, ...]], str],
-) -> bool:
+def _draw(plot: Plot, table: Sequence[Row], path: Path, caption: str) -> bool:
+    """Draw the curves, if there are any: one colour per variant, one line and marker per load."""
+    curves = _curves(plot, table)
     if not curves:
         return False
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    for key, members in curves.items():
-        (line,) = axes.plot(list(map(x[1], members)), list(map(y[1], members)), marker="o", label=label(key))
-        for row in members:
-            axes.annotate(
-                mark(row),
-                (x[1](row), y[1](row)),
-                textcoords="offset points",
-                xytext=(5, 5),
-                color=line.get_color(),
-            )
-    axes.set(title=title, xlabel=x[0], ylabel=y[0])
+    loads = list(dict.fromkeys(load for _, load in curves))
+    variants = list(dict.fromkeys(variant for variant, _ in curves))
+    common = _common(plot.apart, loads)
+    crowded = len(curves) > INSIDE_LEGEND
+    figure, axes = pyplot.subplots(figsize=(11.5 if crowded else 8, 5.4), layout="constrained")
+    for (variant, load), members in curves.items():
+        place = loads.index(load)
+        differs = [
+            NAMED[field](value) for field, value in zip(plot.apart, load, strict=True) if field not in common
+        ]
+        colour = f"C{variants.index(variant)}"
+        x, y = ([axis.value(row) for row in members] for axis in (plot.x, plot.y))
+        style = LINES[place % len(LINES)] + MARKERS[place % len(MARKERS)]
+        axes.plot(x, y, style, color=colour, label=", ".join([variant, *differs]))
+        if plot.marked:
+            for row, left, up in zip(members, x, y):
+                # Below the curve: above it is where other variants' curves tend to be.
+                axes.annotate(
+                    str(row.load[plot.along]),
+                    (left, up),
+                    textcoords="offset points",
+                    xytext=(4, -12),
+                    color=colour,
+                )
+    shared = dict(zip(plot.apart, loads[0], strict=True))
+    subject = ", ".join(
+        NAMED[field](shared[field]) for field in common if _worth_saying(field, shared[field])
+    )
+    axes.set(title=f"{plot.title}\n{subject}", xlabel=plot.x.name, ylabel=plot.y.name)
+    axes.margins(0.08)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend()
-    figure.text(0.01, -0.02, machine, fontsize=7, color="dimgray")
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    if crowded:
+        figure.legend(loc="outside right upper", fontsize=8)
+    else:
+        axes.legend()
+    figure.supxlabel(caption, fontsize=7, color="dimgray", x=0.01, ha="left")
+    figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return True
+
+
+def _common(fields: Sequence[str], loads: Sequence[tuple[Any, ...]]) -> list[str]:
+    """Fields in which the loads do not differ, and the digest where the others tell them apart."""
+    common = [field for place, field in enumerate(fields) if len({load[place] for load in loads}) == 1]
+    if "digest" in fields and "digest" not in common:
+        place = fields.index("digest")
+        if len({(*load[:place], *load[place + 1 :]) for load in loads}) == len(loads):
+            common.append("digest")
+    return common
+
+
+def _worth_saying(field: str, value: Any) -> bool:
+    """Whether what all curves share belongs into the title; a wholly shared prefix is the usual one."""
+    return field != "digest" and (field, value) != ("shared_share", 1.0)
+
+
+def _curves(plot: Plot, table: Sequence[Row]) -> dict[tuple[str, tuple[Any, ...]], list[Row]]:
+    """Rows by variant and load, ordered along the curve; curves of one point are none."""
+    found: dict[tuple[str, tuple[Any, ...]], list[Row]] = {}
+    for row in table:
+        load = tuple(row.load[field] for field in plot.apart)
+        found.setdefault((row.variant, load), []).append(row)
+    return {
+        key: sorted(members, key=lambda row: row.load[plot.along])
+        for key, members in found.items()
+        if len({row.load[plot.along] for row in members}) > 1
+    }

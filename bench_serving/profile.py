@@ -5,25 +5,28 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import sys
 import time
+import urllib.error
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from bench_serving import breakdown, client, server
-from bench_serving.breakdown import Breakdown
+from bench_serving.breakdown import Breakdown, StepTime, TraceError
 from bench_serving.corpus import Corpus
-from bench_serving.machine import machine
 from bench_serving.measure import Load, warm_prefixes, warm_up
+from bench_serving.profile_report import Found, draw, report
 from bench_serving.server import Variant
 from bench_serving.store import model_note
 from bench_serving.workload import PrefixLevel, Traffic, Workload
 
 TRACE_LIMIT_SECONDS = 300
 SETTLING_STEPS = 2
-SHOWN_KERNELS = 15
 PLOT = "step-parts.png"
+TRACES = "*.trace.json.gz"
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,12 @@ class Subject:
     serve: Callable[[], AbstractContextManager[str]]
 
 
-def started(variants: Sequence[Variant], folder: Path) -> list[Subject]:
+def started(variants: Sequence[Variant], folder: Path, start_limit: float) -> list[Subject]:
     """Variants, each started for its turn; their logs go to `folder`."""
     return [
-        Subject(variant, functools.partial(server.started, variant, folder / f"{variant.name}.log"))
+        Subject(
+            variant, functools.partial(server.started, variant, folder / f"{variant.name}.log", start_limit)
+        )
         for variant in variants
     ]
 
@@ -49,26 +54,42 @@ def running(url: str) -> list[Subject]:
 
 
 def main(chosen: argparse.Namespace, subjects: Sequence[Subject], corpus_of: Callable[[str], Corpus]) -> int:
-    """Profile every server and write `breakdown.json`, `README.md` and, with matplotlib, the plot."""
+    """Profile every server and write `breakdown.json`, `README.md` and, with matplotlib, the plot.
+
+    What cannot be profiled is said, and leaves the rest; the exit status is 1 then.
+    """
     chosen.out.mkdir(parents=True, exist_ok=True)
     corpus = corpus_of(subjects[0].variant.flag("--model-path"))
-    found: dict[str, list[Breakdown]] = {}
+    found: Found = {}
+    lacking: list[str] = []
     for subject in subjects:
         name = subject.variant.name
-        with subject.serve() as url:
-            found[name] = _profile(url, chosen, corpus, chosen.out / f"traces-{name}")
-    raw = {name: [asdict(stage) for stage in stages] for name, stages in found.items()}
+        try:
+            with subject.serve() as url:
+                found[name], reasons = _profile(url, chosen, corpus, chosen.out / f"traces-{name}")
+            lacking += [f"{name}: {reason}" for reason in reasons]
+        except (RuntimeError, urllib.error.URLError) as error:
+            lacking.append(f"{name}: {error}")
+    found = {name: stages for name, stages in found.items() if stages}
+    raw = {name: {stage: asdict(one) for stage, one in stages.items()} for name, stages in found.items()}
     (chosen.out / "breakdown.json").write_text(json.dumps(raw, indent=1), encoding="utf-8")
-    plotted = _plot(found, chosen.out / PLOT)
+    plotted = bool(found) and draw(found, chosen.out / PLOT)
     notes = list(dict.fromkeys(filter(None, (model_note(subject.variant) for subject in subjects))))
-    text = report(found, command=chosen.command_line, notes=notes, plot=PLOT if plotted else None)
+    text = report(
+        found, command=chosen.command_line, notes=notes, lacking=lacking, plot=PLOT if plotted else None
+    )
     (chosen.out / "README.md").write_text(text, encoding="utf-8")
     print(text)
-    return 0
+    for reason in lacking:
+        print(f"error: not profiled: {reason}", file=sys.stderr)
+    return 1 if lacking else 0
 
 
-def _profile(url: str, chosen: argparse.Namespace, corpus: Corpus, folder: Path) -> list[Breakdown]:
-    """Extend steps of one request each, then decode steps of `chosen.concurrency` requests."""
+def _profile(
+    url: str, chosen: argparse.Namespace, corpus: Corpus, folder: Path
+) -> tuple[dict[str, Breakdown], list[str]]:
+    """Extend steps of one request each, then decode steps of `chosen.concurrency` requests; and what is
+    lacking, and why."""
 
     def load(output_tokens: int) -> Load:
         traffic = Traffic((chosen.new_tokens, chosen.new_tokens), (output_tokens, output_tokens))
@@ -79,45 +100,78 @@ def _profile(url: str, chosen: argparse.Namespace, corpus: Corpus, folder: Path)
     warm_prefixes(url, extend)
     warm_up(url, extend, 1)
     warm_up(url, decode, chosen.concurrency)
-    made = []
-    for one, concurrency, count in (
-        (extend, 1, chosen.steps),
-        (decode, chosen.concurrency, chosen.concurrency),
+    made: dict[str, Breakdown] = {}
+    lacking: list[str] = []
+    for stage, one, concurrency, count in (
+        ("EXTEND", extend, 1, chosen.steps),
+        ("DECODE", decode, chosen.concurrency, chosen.concurrency),
     ):
-        trace = _trace(url, one, concurrency, count, folder)
-        taken = breakdown.steps(breakdown.read(trace))
-        if one is extend:
-            wanted = [
-                step for step in taken if step.stage == "EXTEND" and step.tokens >= chosen.new_tokens // 2
-            ]
-        else:
-            wanted = [step for step in taken if step.stage == "DECODE" and step.requests == concurrency]
-            wanted = wanted[SETTLING_STEPS:]
-        if not wanted:
-            seen = sorted({(step.stage, step.requests, step.tokens) for step in taken})
-            raise RuntimeError(f"{trace} holds no step of the wanted kind, only {seen}")
-        made.append(breakdown.summarise(wanted, back_to_back=one is decode))
-    return made
+        try:
+            trace = _trace(url, one, concurrency, count, folder)
+            taken = wanted_steps(
+                breakdown.steps(breakdown.read(trace)), stage, concurrency, chosen.new_tokens
+            )
+            made[stage] = breakdown.summarise(taken, back_to_back=stage == "DECODE")
+        except (RuntimeError, TraceError) as error:
+            lacking.append(f"{stage.lower()} step: {error}")
+    return made, lacking
+
+
+def wanted_steps(taken: Sequence[StepTime], stage: str, requests: int, new_tokens: int) -> Sequence[StepTime]:
+    """The steps of a trace that are alike: extends of about `new_tokens`, or decodes of all `requests`.
+
+    Raises:
+        TraceError: there are none; says which there are.
+    """
+    if stage == "EXTEND":
+        wanted = [step for step in taken if step.stage == stage and step.tokens >= new_tokens // 2]
+    else:
+        wanted = [step for step in taken if step.stage == stage and step.requests == requests]
+        wanted = wanted[SETTLING_STEPS:]
+    if not wanted:
+        seen = sorted({(step.stage, step.requests, step.tokens) for step in taken})
+        raise TraceError(
+            f"no step of {requests} requests"
+            + (f" and {new_tokens} new tokens" if stage == "EXTEND" else f" after {SETTLING_STEPS} to settle")
+            + f" in the trace, only these (stage, requests, new tokens): {seen}"
+        )
+    return wanted
 
 
 def _trace(url: str, load: Load, concurrency: int, count: int, folder: Path) -> Path:
-    """Serve the load under SGLang's profiler and return the trace file of the first rank."""
+    """Serve the load under SGLang's profiler and return the trace file of the first rank.
+
+    Raises:
+        RuntimeError: the profiler did not start, a request failed, or no trace was written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    before = set(folder.glob("*.trace.json.gz"))
+    before = set(folder.glob(TRACES))
     body = {"output_dir": str(folder.absolute()), "activities": ["CPU", "GPU"], "with_stack": False}
-    server.post(url, "/start_profile", body)
-    driven = client.drive(url, load.sessions(concurrency, "profile", count=count), concurrency)
-    server.post(url, "/stop_profile")
+    _post(url, "/start_profile", body)
+    try:
+        driven = client.drive(url, load.sessions(concurrency, "profile", count=count), concurrency)
+    finally:
+        _post(url, "/stop_profile", {})
     failed = [exchange.output.error for exchange in driven.exchanges if not exchange.output.success]
     if failed:
         raise RuntimeError(f"a profiled request failed: {failed[0]}")
     begin = time.monotonic()
     while time.monotonic() - begin < TRACE_LIMIT_SECONDS:
-        new = sorted(set(folder.glob("*.trace.json.gz")) - before)
+        new = sorted(set(folder.glob(TRACES)) - before)
         if new and _complete(new[0]):
             return new[0]
         time.sleep(0.5)
-    raise RuntimeError(f"the server wrote no trace into {folder} within {TRACE_LIMIT_SECONDS} s")
+    raise RuntimeError(
+        f"the server wrote no {TRACES} into {folder} within {TRACE_LIMIT_SECONDS} s; is it on this machine?"
+    )
+
+
+def _post(url: str, path: str, body: dict[str, Any]) -> None:
+    try:
+        server.post(url, path, body)
+    except urllib.error.HTTPError as error:
+        answer = error.read().decode(errors="replace")[:500]
+        raise RuntimeError(f"the server answered {path} with HTTP {error.code}: {answer}") from error
 
 
 def _complete(path: Path) -> bool:
@@ -125,92 +179,3 @@ def _complete(path: Path) -> bool:
     size = path.stat().st_size
     time.sleep(1.0)
     return size > 0 and path.stat().st_size == size
-
-
-def report(
-    found: dict[str, list[Breakdown]], *, command: str, notes: Sequence[str] = (), plot: str | None = None
-) -> str:
-    """The Markdown of a profile: a table of parts for each stage, and the longest kernels."""
-    lines = [
-        "# Where a step's time goes",
-        "",
-        f"- Machine: {machine()}.",
-        f"- Date: {time.strftime('%Y-%m-%d', time.gmtime())}. Command: `{command}`",
-        *(f"- {note}" for note in notes),
-        "- From PyTorch's profiler, whose own cost per launch lengthens gaps outside CUDA graphs.",
-        f"- *{breakdown.GAPS}*: between a step's first and last kernel, when none ran. *between steps*: from "
-        "a decode step's last kernel to the next one's first: sampling, scheduling.",
-        "",
-    ]
-    if plot:
-        lines += [f"![parts of a step by variant]({plot})", ""]
-    stages = list(zip(*found.values()))
-    for stage in stages:
-        first = stage[0]
-        what = f"{first.tokens} new tokens" if first.tokens else f"{first.requests} requests"
-        lines += [
-            f"## {first.stage.lower()}, {what}",
-            "",
-            f"| ms | {' | '.join(found)} |",
-            "|---|" + "---|" * len(found),
-        ]
-        for part in breakdown.PART_NAMES:
-            if any(part in one.parts for one in stage):
-                cells = " | ".join(f"{one.parts.get(part, 0.0) / 1e3:.2f}" for one in stage)
-                lines.append(f"| {part} | {cells} |")
-        lines.append(
-            "| **step** | " + " | ".join(f"**{one.microseconds / 1e3:.2f}**" for one in stage) + " |"
-        )
-        if any(one.between_microseconds is not None for one in stage):
-            cells = " | ".join(f"{(one.between_microseconds or 0.0) / 1e3:.2f}" for one in stage)
-            lines.append(f"| between steps | {cells} |")
-        lines.append("")
-        for name, one in zip(found, stage):
-            lines += [
-                f"{name}, longest of {one.steps} steps' kernels:",
-                "",
-                "| ms | part | kernel |",
-                "|---|---|---|",
-            ]
-            for kernel, microseconds in list(one.kernels.items())[:SHOWN_KERNELS]:
-                shown = kernel.replace("|", "/")[:80]
-                lines.append(f"| {microseconds / 1e3:.3f} | {breakdown.part_of(kernel)} | `{shown}` |")
-            lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _plot(found: dict[str, list[Breakdown]], path: Path) -> bool:
-    """Stacked bars, one per variant and stage; False without matplotlib."""
-    import importlib.util
-
-    if importlib.util.find_spec("matplotlib") is None:
-        return False
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    stages = list(zip(*found.values()))
-    figure, panels = pyplot.subplots(
-        1, len(stages), figsize=(5 * len(stages), 5), layout="constrained", squeeze=False
-    )
-    colours = {part: f"C{index}" for index, part in enumerate(breakdown.PART_NAMES[:-1])} | {
-        breakdown.GAPS: "lightgray"
-    }
-    for axes, stage in zip(panels[0], stages):
-        bottom = [0.0] * len(stage)
-        for part in breakdown.PART_NAMES:
-            heights = [one.parts.get(part, 0.0) / 1e3 for one in stage]
-            if any(heights):
-                axes.bar(list(found), heights, bottom=bottom, label=part, color=colours[part])
-                bottom = [low + height for low, height in zip(bottom, heights)]
-        what = f"{stage[0].tokens} new tokens" if stage[0].tokens else f"{stage[0].requests} requests"
-        axes.set(title=f"{stage[0].stage.lower()} step, {what}", ylabel="ms")
-        for place, total in enumerate(bottom):
-            axes.annotate(f"{total:.1f}", (place, total), ha="center", va="bottom")
-    legend = {part: patch for axes in panels[0] for patch, part in zip(*axes.get_legend_handles_labels())}
-    figure.legend(legend.values(), legend.keys(), loc="outside right upper", fontsize=8)
-    figure.text(0.01, -0.02, machine(), fontsize=7, color="dimgray")
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
-    return True

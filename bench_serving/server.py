@@ -6,7 +6,6 @@ import contextlib
 import json
 import shlex
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -15,10 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-import pynvml
-
-from bench_serving.machine import gpus
+from bench_serving.memory import gpu_bytes_used
 from launch.server import metric, running
 
 WEIGHT_FLAGS = (
@@ -33,9 +29,15 @@ WEIGHT_FLAGS = (
 )
 """Flags that decide which numbers a server computes with."""
 
-SAMPLE_SECONDS = 0.5
+DUMMY_FLAGS = ("--tp-size", "--ep-size", "--pp-size")
+PLUGINS = "SGLANG_PLUGINS"
+"""With `--load-format dummy` these decide too: every loader draws numbers of its own, by rank and shape."""
+
+START_LIMIT_SECONDS = 3600.0
+"""A server that reads a released checkpoint from a network disk takes tens of minutes."""
 SETTLE_SECONDS = 0.4
 """Counters that did not grow for so long are complete: an idle scheduler publishes at once."""
+SETTLE_READS = 50
 RELEASE_LIMIT_SECONDS = 60
 RELEASE_SLACK_BYTES = 1 << 30
 
@@ -56,9 +58,15 @@ class Variant:
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """What must be equal for greedy outputs to be comparable: the flags in `WEIGHT_FLAGS`, as given."""
+        """What must be equal for greedy outputs to be comparable: the flags in `WEIGHT_FLAGS`, as given, and
+        for dummy weights what they are drawn by."""
         given = _flag_values(self.flags)
-        return tuple(f"{flag}={given[flag]}" for flag in WEIGHT_FLAGS if flag in given)
+        decide = WEIGHT_FLAGS
+        loader: tuple[str, ...] = ()
+        if given.get("--load-format") == "dummy":
+            decide += DUMMY_FLAGS
+            loader = (f"dummy weights with {PLUGINS}={dict(self.environment).get(PLUGINS, '')}",)
+        return (*(f"{flag}={given[flag]}" for flag in decide if flag in given), *loader)
 
     def flag(self, name: str) -> str:
         """The value of a flag; empty if it is not given."""
@@ -85,20 +93,20 @@ def parse_variant(text: str, common_flags: tuple[str, ...]) -> Variant:
 
 
 @contextlib.contextmanager
-def started(variant: Variant, log: Path) -> Iterator[str]:
+def started(variant: Variant, log: Path, start_limit: float = START_LIMIT_SECONDS) -> Iterator[str]:
     """The variant's server, healthy on entry and gone on exit; yields its URL.
 
     Waits at the end until the GPUs' memory is as free as before: the next server sizes its cache by it.
 
     Raises:
-        ServerDiedError: it did not become healthy; carries the end of its log.
+        ServerDiedError: it ended, or was not healthy within `start_limit` seconds; carries its log's end.
     """
     before = gpu_bytes_used()
     # Counters and cache hits are part of every report.
     flags = (*variant.flags, "--enable-metrics")
     command = (sys.executable, "-m", "sglang.launch_server", *flags)
     print(f"starting {variant.name}; log: {log}", flush=True)
-    with running(command, log, dict(variant.environment)) as url:
+    with running(command, log, dict(variant.environment), start_limit=start_limit) as url:
         yield url
     begin = time.monotonic()
     while before is not None and time.monotonic() - begin < RELEASE_LIMIT_SECONDS:
@@ -155,14 +163,19 @@ class Counters:
 
 
 def counters(url: str) -> Counters:
-    """The counters when they have stopped growing: the last steps are counted when the server is idle."""
+    """The counters when they have stopped growing: the last steps are counted when the server is idle.
+
+    Raises:
+        RuntimeError: they do not stop.
+    """
     value = _read_counters(url)
-    while True:
+    for _ in range(SETTLE_READS):
         time.sleep(SETTLE_SECONDS)
         again = _read_counters(url)
         if again == value:
             return value
         value = again
+    raise RuntimeError(f"the counters of {url} go on growing: somebody else uses that server, too")
 
 
 def _read_counters(url: str) -> Counters:
@@ -173,75 +186,6 @@ def _read_counters(url: str) -> Counters:
         if error.code == 404:
             return Counters(0, 0, 0)
         raise
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Peak memory: of all visible GPUs together, or where there is none, of the server's processes.
-
-    Attributes:
-        kind: "gpu", or "resident" (set size, shared pages counted in each process).
-        peak_bytes: the largest sample.
-    """
-
-    kind: str
-    peak_bytes: int
-
-
-class MemorySampler:
-    """Samples memory in a thread between `__enter__` and `__exit__`."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._stop = threading.Event()
-        self._peak = 0
-        self._kind = "resident" if gpu_bytes_used() is None else "gpu"
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> MemorySampler:
-        self._processes = [] if self._kind == "gpu" else _server_processes(self._port)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    @property
-    def memory(self) -> Memory:
-        return Memory(self._kind, self._peak)
-
-    def _run(self) -> None:
-        while True:
-            used = gpu_bytes_used()
-            if used is None:
-                used = sum(map(_resident_bytes, self._processes))
-            self._peak = max(self._peak, used)
-            if self._stop.wait(SAMPLE_SECONDS):
-                return
-
-
-def gpu_bytes_used() -> int | None:
-    """Memory in use on all GPUs of the machine; None where there is none."""
-    if not gpus():
-        return None
-    return sum(pynvml.nvmlDeviceGetMemoryInfo(gpu).used for gpu in gpus())
-
-
-def _server_processes(port: int) -> list[psutil.Process]:
-    """The process on this machine that listens on `port`, and its descendants."""
-    for connection in psutil.net_connections(kind="tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-            server = psutil.Process(connection.pid)
-            return [server, *server.children(recursive=True)]
-    return []
-
-
-def _resident_bytes(process: psutil.Process) -> int:
-    try:
-        return process.memory_info().rss
-    except psutil.NoSuchProcess:
-        return 0
 
 
 def _flag_values(flags: tuple[str, ...]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,12 +65,33 @@ def key(
     )
 
 
+@dataclass(frozen=True)
+class Host:
+    """What points were measured on.
+
+    Attributes:
+        machine: hardware and versions, in one line.
+        code: a digest of the plugin's and the operators' source, or why it is not known.
+    """
+
+    machine: str
+    code: str
+
+    @classmethod
+    def here(cls) -> Host:
+        return cls(machine(), code())
+
+
 class Store:
     """A folder with `points.jsonl` (readable) and `outputs.jsonl` (generated ids, for comparing)."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, host: Host | None = None) -> None:
+        """`host`: what is measured on; default: this machine."""
         self.folder = folder
+        self.host = host or Host.here()
         folder.mkdir(parents=True, exist_ok=True)
+        for name in (POINTS, OUTPUTS):
+            _cut_off_unfinished(folder / name)
 
     def points(self) -> list[dict[str, Any]]:
         return _lines(self.folder / POINTS)
@@ -83,11 +105,9 @@ class Store:
         """Write one measured point with when, where and on what it was measured."""
         context = {
             "time": time.time(),
-            "machine": machine(),
-            "code": code(),
+            **asdict(self.host),
             "environment": dict(variant.environment),
             "flags": variant.flags,
-            "weights": variant.weights,
             "model_note": model_note(variant),
         }
         ids = {
@@ -106,8 +126,7 @@ class Store:
             "variant": variant.name,
             "environment": dict(variant.environment),
             "flags": list(variant.flags),
-            "machine": machine(),
-            "code": code(),
+            **asdict(self.host),
             "failed": 0,
         }
         names = PointKey.__dataclass_fields__
@@ -119,13 +138,59 @@ class Store:
         }
 
 
-def latest(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The points without those that were measured again later, in order of first appearance."""
-    names = PointKey.__dataclass_fields__
+@dataclass(frozen=True)
+class Current:
+    """The points that may stand side by side, and why the others may not.
+
+    Attributes:
+        points: of one machine and one code, each variant with one set of flags and environment variables, no
+            hour between one and the next, every key once; in order of first appearance.
+        left_out: how many others there are, by the reason.
+    """
+
+    points: list[dict[str, Any]]
+    left_out: dict[str, int]
+
+
+def current(points: Iterable[dict[str, Any]]) -> Current:
+    """What the newest point and those that go with it say; see `Current`."""
+    left_out: Counter[str] = Counter()
+    by_variant: dict[str, dict[str, Any]] = {}
+    kept: list[dict[str, Any]] = []
+    newest: dict[str, Any] | None = None
+    reached = float("inf")
+    # Of two of one time the later line is the newer.
+    for _, point in sorted(enumerate(points), key=lambda at: (at[1]["time"], at[0]), reverse=True):
+        newest = newest or point
+        same = by_variant.setdefault(point["variant"], point)
+        if reached - point["time"] > FRESH_SECONDS and kept:
+            left_out[f"older by {FRESH_SECONDS // 60} minutes than those that follow"] += 1
+            continue
+        reached = point["time"]
+        for name in ("machine", "code"):
+            if point[name] != newest[name]:
+                left_out[f"of another {name}: {point[name]}"] += 1
+                break
+        else:
+            if any(point[name] != same[name] for name in ("flags", "environment")):
+                left_out[f"of {point['variant']} with other flags or environment variables"] += 1
+            else:
+                kept.append(point)
     by_key: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for point in points:
-        by_key[tuple(point[name] for name in names)] = point
-    return list(by_key.values())
+    for point in reversed(kept):
+        by_key[_key_of(point)] = point
+    return Current(list(by_key.values()), dict(left_out))
+
+
+def _key_of(line: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(line[name] for name in PointKey.__dataclass_fields__)
+
+
+def outputs_of(points: Iterable[dict[str, Any]], outputs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of `outputs.jsonl` that belong to these points, in their order."""
+    by_point = {(*_key_of(output), output["time"]): output for output in outputs}
+    places = ((*_key_of(point), point["time"]) for point in points)
+    return [by_point[place] for place in places if place in by_point]
 
 
 def model_note(variant: Variant) -> str:
@@ -143,4 +208,13 @@ def _append(path: Path, content: dict[str, Any]) -> None:
 def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _cut_off_unfinished(path: Path) -> None:
+    """A process that was killed while it wrote leaves a part of a line."""
+    if path.exists():
+        content = path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if whole != content:
+            path.write_bytes(whole)

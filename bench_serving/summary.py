@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench_serving.store import latest
+from bench_serving.server import Variant
 
 LOAD = ("workload", "digest", "prefix_tokens", "shared_share", "max_concurrency")
 MEASURES = (
@@ -21,7 +21,9 @@ MEASURES = (
     "cached_share",
     "overlap",
     "peak_memory_bytes",
-    "client_cpu_percent_per_100_requests_per_s",
+    "client_core_share",
+    "client_cpu_us_per_request",
+    "client_cpu_us_per_event",
 )
 
 
@@ -50,7 +52,7 @@ class Row:
 
     Attributes:
         load: values of `LOAD`, by name.
-        values: measures by name; empty if every request failed.
+        values: measures by name, those that all its points have; none if every request failed.
         requests, failed: over all repeats and rounds.
         pages_saved_share: index pages saved / (scored + saved); None where nothing was counted.
     """
@@ -64,15 +66,29 @@ class Row:
     measurements: int
 
 
+def in_order(points: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The points by their variant's place in the command that measured them, else as they are."""
+    return sorted(points, key=lambda point: point.get("place", 0))
+
+
+def base_variant(points: Iterable[dict[str, Any]]) -> str:
+    """The variant that ratios refer to: the command's first. Raises IndexError for no points."""
+    return in_order(points)[0]["variant"]
+
+
 def rows(points: Iterable[dict[str, Any]]) -> list[Row]:
-    """One row per load and variant, in the order of measuring."""
+    """One row per load and variant of points that may stand side by side (`store.current`).
+
+    In the order of measuring, and at equal loads in that of the command's variants.
+    """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for point in latest(list(points)):
+    for point in in_order(points):
         groups.setdefault((point["variant"], *(point[name] for name in LOAD)), []).append(point)
     made = []
     for (variant, *load), group in groups.items():
         served = [point for point in group if "median_ttft_ms" in point]
-        values = {name: Value.of([point[name] for point in served]) for name in MEASURES if served}
+        known = [name for name in MEASURES if served and all(point.get(name) is not None for point in served)]
+        values = {name: Value.of([point[name] for point in served]) for name in known}
         scored = sum(point["index_pages_scored"] for point in group)
         saved = sum(point["index_pages_saved"] for point in group)
         made.append(
@@ -116,18 +132,34 @@ class Difference:
     first_token: float | None
 
 
-def differences(points: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> list[Difference]:
+@dataclass(frozen=True)
+class NotCompared:
+    """Two variants whose outputs say nothing about each other, and why."""
+
+    left: str
+    right: str
+    reason: str
+
+
+def differences(
+    points: list[dict[str, Any]], outputs: list[dict[str, Any]]
+) -> tuple[list[Difference], list[NotCompared]]:
     """Differences between variants with the same weights, and of each variant from itself in another round.
 
     A variant's difference from itself is the noise to read the others against: matrix products choose their
-    kernels by the shape of the batch, so scheduling alone can turn a token.
+    kernels by the shape of the batch, so scheduling alone can turn a token. `outputs` are those of `points`.
     """
-    weights = {point["variant"]: tuple(point["weights"]) for point in points}
+    weights = {
+        point["variant"]: Variant(
+            point["variant"], tuple(point["environment"].items()), tuple(point["flags"])
+        ).weights
+        for point in points
+    }
     by_run: dict[str, dict[tuple[Any, ...], Mapping[str, list[int]]]] = {}
-    for output in latest(outputs):
+    for output in outputs:
         load = tuple(output[name] for name in (*LOAD, "repeat", "seed"))
         by_run.setdefault(output["variant"], {})[(*load, output["round"])] = output["ids"]
-    found = []
+    found, apart = [], []
     for variant, runs in by_run.items():
         pairs = [
             (runs[left], runs[right])
@@ -137,12 +169,20 @@ def differences(points: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> 
         if pairs:
             found.append(_difference(variant, f"{variant}, another round", pairs))
     for left, right in itertools.combinations(by_run, 2):
-        if weights.get(left) == weights.get(right):
-            pairs = [
-                (ids, by_run[right][load]) for load, ids in by_run[left].items() if load in by_run[right]
-            ]
-            found.append(_difference(left, right, pairs))
-    return found
+        if weights[left] != weights[right]:
+            apart.append(NotCompared(left, right, _other_weights(weights[left], weights[right])))
+            continue
+        pairs = [(ids, by_run[right][load]) for load, ids in by_run[left].items() if load in by_run[right]]
+        found.append(_difference(left, right, pairs))
+    return found, apart
+
+
+def _other_weights(left: Sequence[str], right: Sequence[str]) -> str:
+    ours, theirs = (
+        ", ".join(sorted(set(one) - set(other))) or "not given"
+        for one, other in ((left, right), (right, left))
+    )
+    return f"other weights: {ours} / {theirs}"
 
 
 def _difference(

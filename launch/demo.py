@@ -1,6 +1,6 @@
 """`make demo`: serve the tiny checkpoint, run an agent-shaped program, say what was shared, stop.
 
-    python -m launch.demo [SGLang's server flags]
+python -m launch.demo [SGLang's server flags]
 """
 
 from __future__ import annotations

@@ -39,12 +39,16 @@ def serving(
 
 @contextlib.contextmanager
 def running(
-    command: tuple[str, ...], log: Path, environ: Mapping[str, str] | None = None, quiet: bool = False
+    command: tuple[str, ...],
+    log: Path,
+    environ: Mapping[str, str] | None = None,
+    quiet: bool = False,
+    start_limit: float = START_LIMIT_SECONDS,
 ) -> Iterator[str]:
     """A command that takes SGLang's `--port`, healthy on entry and gone on exit; yields its URL.
 
     Raises:
-        ServerDiedError: it ended, or was not healthy within `START_LIMIT_SECONDS`.
+        ServerDiedError: it ended, or was not healthy within `start_limit` seconds.
     """
     # A test process may run Triton's interpreter; a server that inherits it would, too.
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -60,7 +64,7 @@ def running(
             start_new_session=True,
         )
     try:
-        _wait_until_healthy(url, process, log, quiet)
+        _wait_until_healthy(url, process, log, quiet, start_limit)
         yield url
     finally:
         # The server stops its scheduler and detokenizer itself, and takes a signal to them for a crash; they
@@ -74,9 +78,11 @@ def running(
         process.wait()
 
 
-def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path, quiet: bool) -> None:
+def _wait_until_healthy(
+    url: str, process: subprocess.Popen[bytes], log: Path, quiet: bool, start_limit: float
+) -> None:
     begin = time.monotonic()
-    while time.monotonic() - begin < START_LIMIT_SECONDS:
+    while time.monotonic() - begin < start_limit:
         if process.poll() is not None:
             break
         try:
@@ -87,7 +93,7 @@ def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path, q
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
     end = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-    state = "ended" if process.poll() is not None else f"is not healthy after {START_LIMIT_SECONDS} s"
+    state = "ended" if process.poll() is not None else f"is not healthy after {start_limit:g} s"
     raise ServerDiedError(f"the server {state}; its log, {log}, ends with:\n{end}")
 
 

@@ -30,6 +30,7 @@ class FakeServer:
         token_seconds: pause before each event.
         prompts: what was asked, in order of arrival.
         most_at_once: largest number of requests that were open together.
+        connections: client addresses that requests came from.
     """
 
     incremental: bool = False
@@ -39,6 +40,7 @@ class FakeServer:
     model_path: str = "model"
     prompts: list[list[int]] = field(default_factory=list)
     most_at_once: int = 0
+    connections: set[tuple[str, int]] = field(default_factory=set)
     flushed: int = 0
     _open: int = 0
     _pages: set[int] = field(default_factory=set)
@@ -102,6 +104,7 @@ class FakeServer:
         prompt, count = body["input_ids"], body["sampling_params"]["max_new_tokens"]
         number = len(self.prompts)
         self.prompts.append(prompt)
+        self.connections.add(request.transport.get_extra_info("peername"))
         fault = self.fault(number)
         if fault == "http":
             return web.json_response({"error": "no such thing"}, status=400)

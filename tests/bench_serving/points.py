@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+NOW = time.time()
+
 
 def point(variant: str = "ours", **changed: Any) -> dict[str, Any]:
     """A point with every field that summaries read."""
@@ -18,12 +20,11 @@ def point(variant: str = "ours", **changed: Any) -> dict[str, Any]:
         "repeat": 0,
         "round": 0,
         "seed": 0,
-        "time": time.time(),
+        "time": NOW,
         "machine": "a machine",
         "code": "1234abcd",
         "environment": {},
         "flags": ["--model-path", "m"],
-        "weights": ["--model-path=m"],
         "model_note": "",
         "requests": 32,
         "failed": 0,
@@ -41,9 +42,11 @@ def point(variant: str = "ours", **changed: Any) -> dict[str, Any]:
         "index_pages_scored": 100,
         "index_pages_saved": 300,
         "peak_memory_bytes": 2e9,
-        "client_cpu_percent_per_100_requests_per_s": 20.0,
+        "client_core_share": 0.006,
+        "client_cpu_us_per_request": 2500.0,
+        "client_cpu_us_per_event": 15.0,
         "max_total_num_tokens": 4096,
-        "server_memory_gb": {"weight": 1.0, "kvcache": 2.0},
+        "server_memory_gb": {"weight": 1.0, "kvcache": 2.0, "graph": {"decode": 0.25, "prefill": 0.5}},
     } | changed
 
 

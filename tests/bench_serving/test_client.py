@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bench_serving import client
 from bench_serving.client import drive
 from bench_serving.sessions import Session, Turn
 from tests.bench_serving.fake_server import FakeServer, expected_tokens
@@ -35,6 +36,17 @@ def test_as_many_sessions_as_asked_are_in_flight() -> None:
     with FakeServer(token_seconds=0.01) as fake:
         drive(fake.url, [session(key) for key in range(9)], 4)
     assert fake.most_at_once == 4
+
+
+@pytest.mark.parametrize(("idle_limit", "connections"), [(60.0, 2), (0.0, 6)])
+def test_a_connection_is_used_again_unless_it_was_idle_for_long(
+    idle_limit: float, connections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "IDLE_LIMIT_SECONDS", idle_limit)
+    with FakeServer(token_seconds=0.005) as fake:
+        driven = client.drive(fake.url, [session(key) for key in range(6)], 2)
+    assert all(exchange.output.success for exchange in driven.exchanges)
+    assert len(fake.connections) == connections
 
 
 FAULTS = {

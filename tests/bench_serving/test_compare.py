@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
-from bench_serving import client, compare, corpus, measure, server
-from bench_serving.__main__ import main
-from bench_serving.compare import Comparison
+from bench_serving import client, compare, measure
+from bench_serving.compare import Comparison, Result
 from bench_serving.corpus import RandomCorpus
 from bench_serving.server import Variant
-from bench_serving.store import Store
+from bench_serving.store import OUTPUTS, POINTS, Store
 from bench_serving.workload import PrefixLevel, Traffic, Workload
-from sglang_m3.tiny import tokenizer
-from tests.bench_serving.fake_server import FakeServer
+from tests.bench_serving.conftest import Machine
 
 KIND = Traffic(input_tokens=(4, 9), output_tokens=(2, 5))
 LOAD = Workload(
@@ -27,47 +22,22 @@ ONE, TWO = (Variant(name, (), ("--model-path", "m")) for name in ("one", "two"))
 CORPUS = RandomCorpus(500)
 
 
-class Machine:
-    """Starts fake servers in `started`'s place and remembers the order."""
-
-    def __init__(self) -> None:
-        self.order: list[str] = []
-        self.servers: list[FakeServer] = []
-        self.fault = lambda number: None
-
-    @contextlib.contextmanager
-    def started(self, variant: Variant, log: Path) -> Iterator[str]:
-        with FakeServer(fault=self.fault, token_seconds=0.002) as fake:
-            self.order.append(f"+{variant.name}")
-            self.servers.append(fake)
-            yield fake.url
-        self.order.append(f"-{variant.name}")
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fake has nothing to compile and counts at once: one warm-up pass."""
-    monkeypatch.setattr(server, "SETTLE_SECONDS", 0.0)
-    monkeypatch.setattr(measure, "WARM_PASSES", 1)
-
-
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    made = Machine()
-    monkeypatch.setattr(server, "started", made.started)
-    return made
+def compared(store: Store, **changed: object) -> Result:
+    options = {"variants": (ONE, TWO), "workloads": (LOAD,), "repeats": 1, "rounds": 1, "seed": 0} | changed
+    return compare.run(Comparison(**options), CORPUS, store)
 
 
 def run(store: Store, **changed: object) -> bool:
-    options = {"variants": (ONE, TWO), "workloads": (LOAD,), "repeats": 1, "rounds": 1, "seed": 0} | changed
-    result = compare.run(Comparison(**options), CORPUS, store)
+    """Whether nothing is missing."""
+    result = compared(store, **changed)
     assert result.broken == {}
-    return result.complete
+    return not result.missing
 
 
 def test_every_other_round_goes_backwards(machine: Machine, tmp_path: Path) -> None:
     assert run(Store(tmp_path), rounds=2)
     assert machine.order == ["+one", "-one", "+two", "-two", "+two", "-two", "+one", "-one"]
+    assert machine.logs == ["one.log", "two.log", "two-round-2.log", "one-round-2.log"]
     points = Store(tmp_path).points()
     assert [(point["variant"], point["round"], point["max_concurrency"]) for point in points] == [
         (variant, number, concurrency)
@@ -110,25 +80,58 @@ def test_what_is_measured_is_not_measured_again(machine: Machine, tmp_path: Path
 
 
 def test_it_stops_in_time_and_says_that_something_is_missing(machine: Machine, tmp_path: Path) -> None:
-    assert not run(Store(tmp_path), stop_after_seconds=0.0)
+    result = compared(Store(tmp_path), stop_after_seconds=0.0)
+    assert result.missing == tuple(f"{name}: small at {at}" for name in ("one", "two") for at in (1, 2))
     assert Store(tmp_path).points() == []
     assert run(Store(tmp_path))
+
+
+def test_after_an_interruption_what_is_missing_is_measured(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = measure.measure, []
+
+    def interrupted(*given: object, **named: object) -> object:
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*given, **named)
+
+    monkeypatch.setattr(compare, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(Store(tmp_path))
+    # The server is stopped on the way out.
+    assert machine.order == ["+one", "-one"]
+    # A process that is killed while it writes leaves half a line.
+    for name in (POINTS, OUTPUTS):
+        with (tmp_path / name).open("a") as file:
+            file.write('{"variant": "one", "wor')
+    assert run(Store(tmp_path))
+    points = Store(tmp_path).points()
+    assert [(point["variant"], point["max_concurrency"]) for point in points] == [
+        ("one", 1), ("one", 2), ("two", 1), ("two", 2),
+    ]  # fmt: skip
+    assert len(Store(tmp_path).outputs()) == 4
 
 
 def test_failures_while_measuring_are_in_the_point(machine: Machine, tmp_path: Path) -> None:
     # The prefix, one request to warm up, then the point's second.
     machine.fault = lambda number: "http" if number == 3 else None
-    assert run(Store(tmp_path), variants=(ONE,))
+    result = compared(Store(tmp_path), variants=(ONE,))
+    assert (result.missing, result.failed, result.broken) == ((), {"one": 1}, {})
     first, second = Store(tmp_path).points()
     assert (first["requests"], first["failed"], second["failed"]) == (2, 1, 0)
     assert first["completed"] == 1 and list(first["errors"].values()) == [1]
+    # Measured again, it is served.
+    machine.fault = lambda number: None
+    assert compared(Store(tmp_path), variants=(ONE,)) == Result((), {}, {})
 
 
 def test_a_variant_that_breaks_leaves_the_others(machine: Machine, tmp_path: Path) -> None:
     machine.fault = lambda number: "http" if machine.order == ["+one"] else None
-    result = compare.run(Comparison((ONE, TWO), (LOAD,), 1, 1, 0), CORPUS, Store(tmp_path))
+    result = compared(Store(tmp_path))
     assert result.broken.keys() == {"one"} and "HTTP 400" in result.broken["one"]
-    assert not result.complete
+    assert result.missing == ("one: small at 1", "one: small at 2")
     assert {point["variant"] for point in Store(tmp_path).points()} == {"two"}
 
 
@@ -149,7 +152,7 @@ def test_warming_up_ends_when_passes_stop_getting_faster(
 
     def drive(url: str, sessions: list, concurrency: int) -> client.Drive:
         sent.append(sessions)
-        return client.Drive((), next(left), 0.0)
+        return client.Drive((), next(left), 0.0, 0.0)
 
     monkeypatch.setattr(client, "drive", drive)
     assert measure.warm_up("url", measure.Load.of(LOAD, CORPUS, 0), 2) == seconds[:passes]
@@ -168,82 +171,8 @@ def test_counters_memory_and_sglang_s_metrics_are_in_every_point(machine: Machin
         assert point["median_ttft_ms"] > 0 and point["p99_itl_ms"] >= point["p50_itl_ms"] > 0
         assert point["server_memory_gb"] == {"weight": 1.5, "kvcache": 2.5}
         assert not [name for name in point if "retokenized" in name]
-
-
-FLAGS = ["--", "--model-path", "m"]
-
-
-def arguments(command: str, folder: Path, *more: str) -> list[str]:
-    return [
-        command, "--workload", "agentic-60k", "--scale", "0.01", "--concurrency", "1,2",
-        "--requests-per-slot", "1", "--least-sessions", "2", "--prompts", "random", "--vocab", "500",
-        "--out", str(folder), *more,
-    ]  # fmt: skip
-
-
-def test_the_command_compares_and_reports(
-    machine: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*arguments("compare", tmp_path, "--variant", "one", "--variant", "two A=1"), *FLAGS]) == 0
-    assert (tmp_path / "latency-against-throughput.png").exists()
-    text = (tmp_path / "README.md").read_text()
-    assert "--variant one --variant 'two A=1'" in text
-    assert "| one | two | 4 | 0 |  |" in text, text
-    # The report can be made again elsewhere, from the points alone.
-    (tmp_path / "README.md").unlink()
-    assert main(["report", "--out", str(tmp_path)]) == 0
-    assert (tmp_path / "README.md").read_text() == text
-
-
-WRONG = {
-    "no model": (["--variant", "one"], [], "--model-path"),
-    "same name twice": (["--variant", "one", "--variant", "one A=1"], FLAGS, "different names"),
-    "no such workload": (["--workload", "nothing"], FLAGS, "agentic-60k"),
-    "stock without a GPU": (["--variant", "stock SGLANG_PLUGINS=none"], FLAGS, "cannot serve M3 without"),
-    "not a variant": (["--variant=--flag"], FLAGS, "variant"),
-}
-
-
-@pytest.mark.parametrize(("more", "flags", "message"), WRONG.values(), ids=WRONG)
-def test_a_wrong_command_says_what_is_wrong(
-    more: list[str],
-    flags: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(server, "gpu_bytes_used", lambda: None)
-    assert main([*arguments("compare", tmp_path, *more), *flags]) == 1
-    assert message in capsys.readouterr().err
-
-
-def test_a_running_server_is_loaded_from_an_empty_cache(tmp_path: Path) -> None:
-    with FakeServer() as fake:
-        assert main(arguments("run", tmp_path, "--url", fake.url, "--repeats", "2")) == 0
-    assert fake.flushed == 1
-    assert len(Store(tmp_path).points()) == 4
-
-
-def test_the_knee_of_a_running_server_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with FakeServer(token_seconds=0.01) as fake:
-        options = ["--url", fake.url, "--most", "3", "--tokens-per-s", "20", "--first-token-s", "5"]
-        assert main([*arguments("knee", tmp_path / "knee.jsonl"), *options]) == 0
-        assert "knee: 3 in flight (the highest tried, --most 3)" in capsys.readouterr().out
-        options[5] = "1000"
-        assert main([*arguments("knee", tmp_path / "knee.jsonl"), *options]) == 1
-        assert "no concurrency meets" in capsys.readouterr().out
-    assert len((tmp_path / "knee.jsonl").read_text().splitlines()) == 4
-
-
-def test_flags_for_servers_are_refused_where_none_is_started(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        main([*arguments("run", tmp_path, "--url", "http://x"), *FLAGS])
-
-
-def test_text_prompts_are_the_standard_library_in_the_model_s_tokens(tmp_path: Path) -> None:
-    tokenizer.write(tmp_path, 2560, 1000)
-    text = "".join(corpus.source_text(30_000))
-    made = corpus.text_corpus(str(tmp_path), characters=30_000)
-    assert AutoTokenizer.from_pretrained(tmp_path).decode(list(made.ids)) == text
-    assert len(text) == 30_000 and "import" in text
+        assert point["streamed_events"] == point["total_output"]
+        cpu = point["client_cpu_seconds"]
+        assert 0 < cpu <= point["process_cpu_seconds"]
+        assert point["client_cpu_us_per_event"] * point["streamed_events"] == pytest.approx(1e6 * cpu)
+        assert point["client_core_share"] == pytest.approx(cpu / point["duration"])

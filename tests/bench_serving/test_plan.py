@@ -84,22 +84,69 @@ def test_mxfp8_reads_about_half_of_what_is_quantised() -> None:
 
 def test_no_measured_step_is_faster_than_its_floor() -> None:
     for measured in plan.MEASURED:
-        floor = step_cost(plan.emulated_rank(), measured.step).seconds(H200, "bfloat16")
-        assert floor < measured.seconds, measured
+        assert measured.floor < measured.seconds, measured
+
+
+def test_estimates_start_from_a_step_of_one_request_and_are_near_the_others() -> None:
+    for software in ("stock", "plugin"):
+        decodes = [one for one in plan.MEASURED if one.software == software and one.step.new_tokens == 1]
+        first, *others = decodes
+        assert first.floor + plan.beyond_floor(software) == pytest.approx(first.seconds)
+        assert others
+        for one in others:
+            assert one.floor + plan.beyond_floor(software) == pytest.approx(one.seconds, rel=0.25), one
+
+
+RANK = "The model is one rank of 8, emulated."
 
 
 def test_the_points_of_a_comparison_are_checked_too(tmp_path: Path) -> None:
-    points = [point(), failed("stock"), point("stock", index_pages_saved=0, max_concurrency=1)]
+    points = [
+        point(model_note=RANK),
+        failed("ours", model_note=RANK, max_concurrency=16),
+        point(
+            "stock",
+            model_note=RANK,
+            index_pages_saved=0,
+            max_concurrency=1,
+            environment={"SGLANG_PLUGINS": "none"},
+        ),
+        point("mxfp8", model_note=RANK, flags=["--model-path", "m", "--quantization", "mxfp8"]),
+    ]
     (tmp_path / "points.jsonl").write_text("".join(json.dumps(each) + "\n" for each in points))
-    ours, stock = plan.measured_points(tmp_path)
+    ours, stock, mxfp8 = plan.measured_points(tmp_path)
     assert ours.step == Step(8, 1, 60_000, 600, sharing=True) and ours.seconds == 0.01
-    assert stock.step == Step(1, 1, 60_000, 600, sharing=False)
+    assert (ours.software, ours.weights) == ("plugin", "bfloat16")
+    assert stock.step == Step(1, 1, 60_000, 600, sharing=False) and stock.software == "stock"
+    assert mxfp8.weights == "mxfp8" and mxfp8.floor < ours.floor
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [(None, "holds no points.jsonl"), ([], "no measured points"), ([point()], "another model than")],
+)
+def test_points_that_cannot_be_checked_are_refused(
+    lines: list[dict] | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if lines is not None:
+        (tmp_path / "points.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    with pytest.raises(SystemExit):
+        plan.main(["--check", str(tmp_path)])
+    assert message in capsys.readouterr().err
 
 
 def test_the_command_prints_memory_steps_and_its_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main(["--gpu", "h200", "--gpus", "8", "--weights", "mxfp8", "--prefix", "60000"]) == 0
     text = capsys.readouterr().out
-    for shown in ("| **weights** | **55.7** of 150.8 |", "tokens of cache", "| 64 |", "measured / floor"):
+    for shown in (
+        "| **weights** | **55.7** of 150.8 |",
+        "tokens of cache",
+        "| 64 |",
+        "measured / floor",
+        "it is off by -20% to +21%",
+        "| plugin | agentic-60k, median time per output token, others' prefills between "
+        "| decode, 8 at once | 10.78 | 15.2 | 1.4 | 16.0 | +5% |",
+    ):
         assert shown in text, text
     assert plan.main(["--gpu", "h100", "--gpus", "8"]) == 0
     assert "leave room for no cache" in capsys.readouterr().out

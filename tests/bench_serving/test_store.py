@@ -11,7 +11,8 @@ import pytest
 from bench_serving import store as module
 from bench_serving import workload
 from bench_serving.server import Variant, parse_variant
-from bench_serving.store import POINTS, Store, key
+from bench_serving.store import POINTS, Current, Store, current, key, outputs_of
+from tests.bench_serving.points import NOW, output, point
 
 LOAD = workload.load("agentic-60k")
 VARIANT = Variant("ours", (("A", "1"),), ("--model-path", "m"))
@@ -69,3 +70,43 @@ def test_a_variant_is_read_from_its_name_environment_and_flags() -> None:
 def test_a_variant_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="variant"):
         parse_variant(text, ())
+
+
+@pytest.mark.parametrize(
+    ("older", "reason"),
+    [
+        (point(flags=["--model-path", "n"]), "of ours with other flags or environment variables"),
+        (point(environment={"A": "1"}), "of ours with other flags or environment variables"),
+        (point(code="00000000"), "of another code: 00000000"),
+        (point("stock", machine="elsewhere"), "of another machine: elsewhere"),
+        (point("stock", time=NOW - 3700), "older by 60 minutes than those that follow"),
+    ],
+    ids=["flags", "environment", "code", "machine", "old"],
+)
+def test_what_may_not_stand_beside_the_newest_point_is_left_out(older: dict, reason: str) -> None:
+    older = {"max_concurrency": 16, **older}
+    newest = point(time=NOW)
+    found = current([{**older, "time": min(older["time"], NOW - 1)}, newest])
+    assert found.points == [newest]
+    assert found.left_out == {reason: 1}
+
+
+def test_a_comparison_that_takes_hours_stays_together() -> None:
+    points = [point(time=NOW - 3000 * step, max_concurrency=step) for step in (4, 3, 2, 1)]
+    assert current(points) == Current(points, {})
+
+
+def test_a_point_measured_again_counts_once_in_its_place() -> None:
+    first, again, other = point(median_ttft_ms=1000.0), point(median_ttft_ms=40.0), point("stock")
+    assert current([first, other, {**again, "time": first["time"]}]).points == [
+        {**again, "time": first["time"]},
+        other,
+    ]
+
+
+def test_outputs_are_those_of_the_points() -> None:
+    now, before = point(time=NOW), point(time=NOW - 10)
+    ids = [output("ours", {"0.0.0": [number]}, time=at) for number, at in ((1, NOW - 10), (2, NOW))]
+    assert outputs_of([now], ids) == ids[1:]
+    assert outputs_of([before], ids) == ids[:1]
+    assert outputs_of([point("stock", time=NOW)], ids) == []
