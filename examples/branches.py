@@ -3,6 +3,7 @@
 Run it against a server that `make serve` started:
 
     .venv/bin/python -m examples.branches --url http://127.0.0.1:30000
+    .venv/bin/python -m examples.branches --url http://127.0.0.1:30000 --folder . --characters 60000
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import tokenize
+from pathlib import Path
 
 import sglang as sgl
 
@@ -28,7 +30,18 @@ QUESTIONS = (
     "How is Unicode handled?",
     "Suggest a shorter name for the longest function.",
 )
-SOURCE = inspect.getsource(tokenize)[:14_000]
+CHARACTERS = 14_000
+SOURCE = inspect.getsource(tokenize)[:CHARACTERS]
+
+
+def read_folder(folder: Path, characters: int) -> str:
+    """The Python files below the folder, each after its path, as far as `characters` go."""
+    text = ""
+    for path in sorted(folder.rglob("*.py")):
+        if len(text) >= characters:
+            break
+        text += f"\n# {path.relative_to(folder)}\n{path.read_text(encoding='utf-8', errors='replace')}"
+    return text[:characters]
 
 
 @sgl.function
@@ -51,9 +64,13 @@ def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:30000")
     parser.add_argument("--branches", type=int, default=8, choices=range(1, len(QUESTIONS) + 1))
     parser.add_argument("--answer-tokens", type=int, default=48)
+    parser.add_argument("--folder", type=Path, help="its Python files are the prefix; without it, a sample")
+    parser.add_argument("--characters", type=int, default=CHARACTERS, help="of the folder's files, at most")
     options = parser.parse_args()
+    source = SOURCE if options.folder is None else read_folder(options.folder, options.characters)
     before = index_pages(options.url)
-    for question, answer in zip(QUESTIONS, run(options.url, options.branches, options.answer_tokens)):
+    answers = run(options.url, options.branches, options.answer_tokens, source)
+    for question, answer in zip(QUESTIONS, answers):
         print(f"{question}\n{answer}")
     print(index_pages(options.url).since(before))
 

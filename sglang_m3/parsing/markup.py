@@ -46,6 +46,14 @@ NAMESPACES = Markers(NAMESPACE)
 NAMESPACES_AND_THINKING = Markers(NAMESPACE, THINK_CLOSE, THINK_OPEN)
 
 
+_BEGUN_TAG = re.compile(rf"(?:{re.escape(NAMESPACE)}\s*(?:<[^<>\n]*)?|{NAMESPACES.begun.pattern})\Z")
+
+
+def without_begun_tag(text: str) -> str:
+    """The text without the tag that it ends in the middle of."""
+    return _BEGUN_TAG.sub("", text)
+
+
 class Buffer:
     """Text that has arrived and is not yet read: `text[pos:]`. After `finish` nothing more will come."""
 

@@ -6,7 +6,8 @@ inside a call. `Parser` is their composition. All are incremental, and what they
 only, never on how it was cut: reading a whole reply is feeding it once.
 
 Time is linear in the text. Held back is at most a marker, and of a call's arguments what cannot be written as
-JSON before it is complete; arguments declared as strings are passed on as they arrive.
+JSON before it is complete; arguments declared as strings are passed on as they arrive. A call's events are
+neighbours: what else its text holds comes after them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_m3.parsing.arguments import ArgumentReader, Progress
-from sglang_m3.parsing.events import CallArguments, CallEnd, CallStart, Content, Event, Reasoning, merge
+from sglang_m3.parsing.events import CallEnd, CallStart, Content, Event, Reasoning, merge
 from sglang_m3.parsing.markup import (
     BLOCK,
     MORE,
@@ -57,6 +58,10 @@ class _Reader:
         """Ends the reply: what was held back is decided. A call that is still open gets no `CallEnd`."""
         self._buffer.finish()
         events = self._read()
+        if self._call is not None:
+            self._call.cut_off()
+            self._move(self._call, "")
+            self._add_left_over(self._call)
         self._add_markup("".join(self._gap))
         return merge([*events, *self._events])
 
@@ -128,6 +133,7 @@ class _Reader:
         if progress is Progress.MORE:
             return False
         self._end_call()
+        self._add_left_over(call)
         self._call = None
         self._in_block = progress is not Progress.BLOCK_ENDED
         return True
@@ -152,6 +158,9 @@ class _Reader:
     def _end_call(self) -> None:
         pass
 
+    def _add_left_over(self, call: ArgumentReader) -> None:
+        """Takes the text in the call that no tag claimed."""
+
 
 class ThinkingReader(_Reader):
     """Parts thinking from the rest. Reports `Reasoning`, and `Content` that still has the calls' markup.
@@ -159,14 +168,15 @@ class ThinkingReader(_Reader):
     `thinking` says whether the prompt ended inside thinking, as the mode `enabled` makes it; nothing else of
     the prompt matters. Thinking may come back any number of times. A marker that changes nothing, such as a
     closer without an opener, is dropped. A call inside thinking is a call, and thinking goes on after it.
-    Markers inside a call are text.
+    Markers inside a call are text; `functions`, as for `CallReader`, says where values that are text end.
     """
 
     _markers = NAMESPACES_AND_THINKING
 
-    def __init__(self, *, thinking: bool) -> None:
+    def __init__(self, functions: Mapping[str, Any], *, thinking: bool) -> None:
         super().__init__()
         self.thinking = thinking
+        self._functions = functions
 
     def _add_text(self, text: str) -> None:
         self._events.append(Reasoning(text) if self.thinking else Content(text))
@@ -179,7 +189,8 @@ class ThinkingReader(_Reader):
 
     def _begin_call(self, name: str, source: str, start: int) -> ArgumentReader:
         self._add_markup(source)
-        return ArgumentReader(0, Schema())
+        schema = self._functions.get(name)
+        return ArgumentReader(0, Schema(schema, schema))
 
     def _move(self, call: ArgumentReader, source: str) -> None:
         call.out.clear()
@@ -219,14 +230,17 @@ class CallReader(_Reader):
         return ArgumentReader(self.calls - 1, Schema(schema, schema))
 
     def _move(self, call: ArgumentReader, source: str) -> None:
-        out: list[CallArguments | Content] = [Content(source)] if self._refused else call.out
-        self._events.extend(out)
+        self._events.extend([Content(source)] if self._refused else call.out)
         call.out = []
 
     def _end_call(self) -> None:
         self.open_call = None
         if not self._refused:
             self._events.append(CallEnd(self.calls - 1))
+
+    def _add_left_over(self, call: ArgumentReader) -> None:
+        if not self._refused:
+            self._events.extend(map(Content, call.left_over))
 
 
 class Parser:
@@ -239,7 +253,7 @@ class Parser:
     """
 
     def __init__(self, functions: Mapping[str, Any], *, thinking: bool, undeclared: bool = False) -> None:
-        self._thinking = ThinkingReader(thinking=thinking)
+        self._thinking = ThinkingReader(functions, thinking=thinking)
         self._calls = CallReader(functions, undeclared=undeclared)
 
     def feed(self, text: str) -> list[Event]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sglang.srt.parser.reasoning_parser import BaseReasoningFormatDetector, StreamingParseResult
@@ -42,23 +42,36 @@ class M3ReasoningDetector(BaseReasoningFormatDetector):
             force_nonempty_content=force_nonempty_content,
         )
         self._starts_thinking = force_reasoning
-        if continue_final_message and isinstance(previous_content, str):
-            before = ThinkingReader(thinking=force_reasoning)
-            before.feed(previous_content)
-            self._starts_thinking = before.thinking
-        self._reader = ThinkingReader(thinking=self._starts_thinking)
+        self._previous = previous_content if continue_final_message else ""
+        self.declare({})
         self._held: list[str] = []
         """Thinking not yet passed on, because of `stream_reasoning`."""
         self._thought: list[str] = []
         """All thinking so far, where it may have to become content."""
         self._has_content = False
 
+    def declare(self, functions: Mapping[str, Any]) -> None:
+        """Before the first text: the request's functions and their parameter schemas.
+
+        Without them a marker in an argument may be taken for one of the reply.
+        """
+        self._functions = functions
+        self._reader = self._new_reader()
+
+    def _new_reader(self) -> ThinkingReader:
+        thinking = self._starts_thinking
+        if self._previous and isinstance(self._previous, str):
+            before = ThinkingReader(self._functions, thinking=thinking)
+            before.feed(self._previous)
+            thinking = before.thinking
+        return ThinkingReader(self._functions, thinking=thinking)
+
     def get_self_opened_think_start_token_ids(self, tokenizer: Any) -> list[int]:
         """The opening marker, which the model writes itself when it chooses to think."""
         return tokenizer.encode(self.think_start_token, add_special_tokens=False)
 
     def detect_and_parse(self, text: str) -> StreamingParseResult:
-        reader = ThinkingReader(thinking=self._starts_thinking)
+        reader = self._new_reader()
         return self._maybe_apply_force_nonempty_content(_parted([*reader.feed(text), *reader.close()]))
 
     def parse_streaming_increment(self, new_text: str) -> StreamingParseResult:

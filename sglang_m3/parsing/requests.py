@@ -1,10 +1,11 @@
-"""What SGLang's endpoints get wrong in requests for M3's thinking."""
+"""What SGLang's endpoints get wrong in requests for M3's thinking and in turns that requests give back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from sglang.srt.configs.model_config import is_minimax_sparse
 from sglang.srt.plugins.hook_registry import HookType
 
 if TYPE_CHECKING:
@@ -12,9 +13,15 @@ if TYPE_CHECKING:
     from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
     from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+    from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingResponses
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """`none` and `minimal` turn thinking off; SGLang drops every other value without a word."""
+
+
+def after_serving_chat_init(result: None, serving: OpenAIServingChat, *args: Any, **kwargs: Any) -> None:
+    """Hold M3 without its vision half to the same contract; SGLang goes by the `model_type` of the whole."""
+    serving.is_minimax_m3 = is_minimax_sparse(serving.tokenizer_manager.model_config.hf_config)
 
 
 def around_convert_to_chat_completion_request(
@@ -59,7 +66,42 @@ def _effort_error(request: ChatCompletionRequest) -> str | None:
     return None
 
 
+def after_supports_native_reasoning_history(result: bool, serving: OpenAIServingChat) -> bool:
+    """For M3, thinking given back to the Messages endpoint goes to the chat template as it is.
+
+    SGLang writes it into the text between M3's markers, with a line break that the model did not write: the
+    cache would end there.
+    """
+    return result or (serving.is_minimax_m3 and serving._template_reads_reasoning_content)
+
+
+def after_construct_input_messages(
+    messages: list[Any], serving: OpenAIServingResponses, *args: Any, **kwargs: Any
+) -> list[Any]:
+    """For M3, make one turn of what the Responses endpoint lists as its thinking, text and calls.
+
+    SGLang puts text with a `phase`, which it gives text before calls itself, into a turn of its own. It also
+    puts `instructions` before a leading root message.
+    """
+    if not serving.is_minimax_m3:
+        return messages
+    turns = [
+        {name: value for name, value in message.items() if name != "phase"}
+        if message.get("role") == "assistant"
+        else message
+        for message in messages
+    ]
+    turns = serving._merge_consecutive_assistant_messages(turns)
+    roles = [turn.get("role") for turn in turns[:2]]
+    return [turns[1], turns[0], *turns[2:]] if roles == ["system", "root"] else turns
+
+
 HOOKS = (
+    (
+        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat.__init__",
+        after_serving_chat_init,
+        HookType.AFTER,
+    ),
     (
         "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._convert_to_chat_completion_request",
         around_convert_to_chat_completion_request,
@@ -73,6 +115,16 @@ HOOKS = (
     (
         "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._validate_media_content",
         after_validate_media_content,
+        HookType.AFTER,
+    ),
+    (
+        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat.supports_native_reasoning_history",
+        after_supports_native_reasoning_history,
+        HookType.AFTER,
+    ),
+    (
+        "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses._construct_input_messages",
+        after_construct_input_messages,
         HookType.AFTER,
     ),
 )

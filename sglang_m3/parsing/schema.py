@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from json.encoder import encode_basestring
 from typing import Any
 
 Value = str | list[str]
@@ -37,7 +38,7 @@ def dump(value: Value) -> str:
 
 def quote(text: str) -> str:
     """The text as a JSON string."""
-    return json.dumps(text, ensure_ascii=False)
+    return encode_basestring(text)
 
 
 @dataclass(frozen=True)
@@ -168,11 +169,14 @@ class Schema:
         """The array or object that the children make up."""
         if self.takes_items([name for name, _ in children]):
             return [dump(value) for _, value in children]
+        return f"{{{', '.join(self.members(children))}}}"
+
+    def members(self, children: Sequence[tuple[str, Value]]) -> list[str]:
+        """JSON texts of the members of the object that the children make up."""
         grouped: dict[str, list[Value]] = {}
         for name, value in children:
             grouped.setdefault(name, []).append(value)
-        members = (f"{quote(name)}: {dump(self.child(name).combine(v))}" for name, v in grouped.items())
-        return f"{{{', '.join(members)}}}"
+        return [f"{quote(name)}: {dump(self.child(name).combine(v))}" for name, v in grouped.items()]
 
     def read(self, text: str) -> Value:
         """The value that a text without children stands for.

@@ -23,6 +23,8 @@ class M3ToolCallDetector(BaseFormatDetector):
     declare is passed on if the request declares none or SGLANG_FORWARD_UNKNOWN_TOOLS is set; else its source
     is content.
 
+    Whitespace after a call comes with the text that follows it: the Responses endpoint drops it alone.
+
     A call that the reply cuts off: streaming has passed on what there was of it, and
     `incomplete_tool_call_indices` names it, which keeps the server from reporting `tool_calls` as the reason
     to stop. Read as a whole, its source is content, because a listed call there counts as complete.
@@ -35,6 +37,10 @@ class M3ToolCallDetector(BaseFormatDetector):
         self.bot_token = NAMESPACE + CALL_OPEN
         self.incomplete_tool_call_indices: set[int] = set()
         self._reader: CallReader | None = None
+        self._whitespace = ""
+        """What came after a call and waits for text."""
+        self._text_follows = True
+        """Whether text has come since the last call."""
 
     def has_tool_call(self, text: str) -> bool:
         """Whether `text` may hold a call: the namespace does not occur otherwise."""
@@ -58,10 +64,12 @@ class M3ToolCallDetector(BaseFormatDetector):
         return self._streamed(self._reader.feed(new_text))
 
     def finish(self, tools: list[Tool]) -> StreamingParseResult:
-        return self._streamed(self._reader.close() if self._reader is not None else [])
+        result = self._streamed(self._reader.close() if self._reader is not None else [])
+        result.normal_text += self._whitespace
+        return result
 
     def _streamed(self, events: Iterable[Event]) -> StreamingParseResult:
-        content = ""
+        content, self._whitespace = self._whitespace, ""
         calls = []
         for event in events:
             if isinstance(event, CallStart):
@@ -71,8 +79,12 @@ class M3ToolCallDetector(BaseFormatDetector):
                 calls.append(ToolCallItem(tool_index=event.index, parameters=event.json_delta))
             elif isinstance(event, CallEnd):
                 self.incomplete_tool_call_indices.discard(event.index)
+                self._text_follows = False
             elif isinstance(event, Content):
                 content += event.text
+                self._text_follows = self._text_follows or not event.text.isspace()
+        if content.isspace() and not self._text_follows:
+            content, self._whitespace = "", content
         return StreamingParseResult(normal_text=content, calls=calls)
 
     def supports_structural_tag(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from sglang.srt.environ import envs
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 
-from sglang_m3.parsing import register
+from sglang_m3.parsing import register, replies
 from sglang_m3.parsing.events import Event
 from sglang_m3.parsing.markup import THINK_CLOSE, THINK_OPEN
 from sglang_m3.parsing.reasoning import M3ReasoningDetector
@@ -46,14 +47,19 @@ def registered():
     ReasoningParser.DetectorMap[NAME], FunctionCallParser.ToolCallParserEnum[NAME] = before
 
 
-def reasoning_parser(thinking: bool, mode: str = "", **template: Any) -> ReasoningParser:
-    request = SimpleNamespace(chat_template_kwargs=template | ({"thinking_mode": mode} if mode else {}))
-    return ReasoningParser(NAME, force_reasoning=None if mode else thinking, request=request)
+def reasoning_parser(
+    thinking: bool, mode: str = "", tools: Sequence[Tool] = (), **template: Any
+) -> ReasoningParser:
+    kwargs = template | ({"thinking_mode": mode} if mode else {})
+    request = SimpleNamespace(chat_template_kwargs=kwargs, tools=tools)
+    parser = ReasoningParser(NAME, force_reasoning=None if mode else thinking, request=request)
+    replies.after_reasoning_parser_init(None, parser, NAME, request=request)
+    return parser
 
 
 def whole(text: str, thinking: bool, tools: list[Tool]) -> tuple[str, str, list[tuple[str, Any]]]:
     """As `OpenAIServingChat` reads a reply that does not stream."""
-    thought, rest = reasoning_parser(thinking).parse_non_stream(text)
+    thought, rest = reasoning_parser(thinking, tools=tools).parse_non_stream(text)
     parser = FunctionCallParser(tools, NAME)
     found = []
     if parser.has_tool_call(rest):
@@ -66,7 +72,7 @@ def streamed(
     text: str, size: int, thinking: bool, tools: list[Tool]
 ) -> tuple[str, str, dict[int, list[str]], set]:
     """As `OpenAIServingChat` reads a reply that streams: both parsers on every piece, then both ends."""
-    first, second = reasoning_parser(thinking), FunctionCallParser(tools, NAME)
+    first, second = reasoning_parser(thinking, tools=tools), FunctionCallParser(tools, NAME)
     thought, rest = "", ""
     found: dict[int, list[str]] = {}
     for start in range(0, len(text), size):
@@ -201,6 +207,13 @@ def test_nothing_but_thinking_becomes_content_on_request(size):
     assert parsed == ("", "only this")
 
 
+def test_whitespace_after_a_call_comes_with_the_text_that_follows():
+    parser = FunctionCallParser(TOOLS, NAME)
+    pieces = (" ", OTHER, "\n", "\n", "So", " ", "it is.", OTHER, "\n")
+    texts = [*(parser.parse_stream_chunk(piece)[0] for piece in pieces), parser.parse_stream_end()[0]]
+    assert texts == [" ", "", "", "", "\n\nSo", " ", "it is.", "", "", "\n"]
+
+
 def test_unknown_functions_follow_the_servers_option():
     text = block(("rm", {"x": "1"}))
     assert whole(text, False, TOOLS) == ("", text, [])
@@ -280,6 +293,15 @@ def test_the_tag_can_leave_thinking_to_the_model(choice):
 @pytest.mark.parametrize("choice", ["auto", "none"])
 def test_free_choices_are_not_constrained(choice):
     assert FunctionCallParser(TOOLS, NAME).get_structure_constraint(choice) is None
+
+
+def test_calls_of_strict_tools_follow_their_schemas_where_the_choice_is_free():
+    tools = [Tool(function=tool.function.model_copy(update={"strict": True})) for tool in TOOLS]
+    kind, tag = FunctionCallParser(tools, NAME).get_structure_constraint("auto")
+    assert kind == "structural_tag"
+    assert [accepts(tag, text) for text in ("Four.", GOOD, f"So: {GOOD}{OTHER}", BAD)] == [True] * 3 + [False]
+    _, tag = FunctionCallParser(tools, NAME).get_structure_constraint("auto", thinking_mode=True)
+    assert [accepts(tag, f"Hm.{THINK_CLOSE}{text}") for text in ("Four.", GOOD, BAD)] == [True, True, False]
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,7 @@ NAMES = (
     "MiniMaxAI/MiniMax-M3",
     "MiniMaxAI/MiniMax-M3-MXFP8",
     "MiniMaxAI/MiniMax-M3.1",
+    "MiniMaxAI/MiniMax-M3.1-MXFP8",
     "MiniMaxAI/MiniMax-M3.1-Flash",
     "/models/some-folder",
 )
@@ -32,9 +34,13 @@ M2_TEMPLATE = "{{ messages[0].content }}<minimax:tool_call></minimax:tool_call>"
 
 
 @pytest.fixture(scope="module")
-def m3_template(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = build(tmp_path_factory.mktemp("names") / "tiny", TinyConfig())
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True).chat_template
+def m3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("names") / "some-folder", TinyConfig())
+
+
+@pytest.fixture(scope="module")
+def m3_template(m3_folder: Path) -> str:
+    return AutoTokenizer.from_pretrained(m3_folder, local_files_only=True).chat_template
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -72,6 +78,13 @@ def test_auto_is_ours_for_every_name(
     assert (reasoning, calls) == ("minimax-m3", "minimax-m3")
     assert ReasoningParser.DetectorMap[reasoning] is M3ReasoningDetector
     assert FunctionCallParser.ToolCallParserEnum[calls] is M3ToolCallDetector
+
+
+def test_auto_is_ours_for_a_checkpoint_in_a_folder_of_any_name(m3_folder: Path) -> None:
+    arguments = ServerArgs(model_path=str(m3_folder), reasoning_parser="auto", tool_call_parser="auto")
+    resolve_auto_parsers(arguments)
+    view = resolving_view(arguments)
+    assert (view.reasoning_parser, view.tool_call_parser) == ("minimax-m3", "minimax-m3")
 
 
 @pytest.mark.parametrize("template", (M2_TEMPLATE, None), ids=("template", "architecture"))

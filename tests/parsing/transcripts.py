@@ -76,6 +76,20 @@ TRANSCRIPTS = (
         block(("write", {"content": MARKERS, "path": "]<]"})),
         calls=(("write", {"content": MARKERS, "path": "]<]"}),),
     ),
+    *(
+        Transcript(
+            f"a text value that starts with {name} ends at its own tag",
+            block(("write", {"content": ns(value), "path": "p"})) + "<mm:think>b",
+            "b",
+            calls=(("write", {"content": ns(value), "path": "p"}),),
+        )
+        for name, value in (
+            ("the end of its call", "~</invoke></mm:think>x"),
+            ("the end of its block", "~</tool_call>\n<mm:think>x"),
+            ("an element", "~<g>~</invoke></mm:think>x"),
+            ("a call", '~<invoke name="now"></mm:think>x'),
+        )
+    ),
     Transcript(
         "objects, arrays and types follow the schema",
         block(
@@ -210,6 +224,18 @@ TRANSCRIPTS = (
         undeclared=True,
     ),
     Transcript("a call cut off in a value", HEAD + ns("~<path>a"), cut_off=True),
+    Transcript("a call cut off in an array", HEAD + ns("~<tags>~<item>a~</item>~<item>b"), cut_off=True),
+    Transcript(
+        "a call cut off in nested values",
+        ns('~<tool_call>~<invoke name="plan">~<steps>~<item>~<title>a~</title>~<done>tr'),
+        cut_off=True,
+    ),
+    Transcript(
+        "a call cut off after text that no tag claims",
+        HEAD + ns("~<path>p~</path> and ~<mode>1~</mode>~<tags>x"),
+        content="and",
+        cut_off=True,
+    ),
     Transcript("a call cut off between its arguments", HEAD + ns("~<path>a~</path>"), cut_off=True),
     Transcript(
         "a call cut off after text",

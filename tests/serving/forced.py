@@ -4,7 +4,9 @@ A request whose header `HEADER` lists token ids gets them as its completion, and
 tokens are chosen where every token is, in the sampler, so all that comes after it is the server's own:
 scheduler, detokenizer, parsers and events, whatever the endpoint.
 
-A request whose header `PROMPT_HEADER` names a file leaves its rendered prompt there.
+A request whose header `PROMPT_HEADER` names a file leaves its rendered prompt there. One with a `STEP_HEADER`
+streams that many tokens at a time, as with drafts or a busy server. `BIAS_HEADER` has a JSON object of biases
+by token id, for the APIs that have none.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from tests.serving import plugins
 
 HEADER = "x-forced-tokens"
 PROMPT_HEADER = "x-prompt-file"
+STEP_HEADER = "x-tokens-at-a-time"
+BIAS_HEADER = "x-logit-bias"
 FLAGS = ("--enable-custom-logit-processor",)
 
 
@@ -58,6 +62,12 @@ def _force(manager: Any, generation: Any, request: Any = None) -> None:
     if PROMPT_HEADER in request.headers:
         prompt = {"text": generation.text, "input_ids": generation.input_ids}
         Path(request.headers[PROMPT_HEADER]).write_text(json.dumps(prompt))
+    if STEP_HEADER in request.headers:
+        step = int(request.headers[STEP_HEADER])
+        generation.sampling_params = {**generation.sampling_params, "stream_interval": step}
+    if BIAS_HEADER in request.headers:
+        bias = json.loads(request.headers[BIAS_HEADER])
+        generation.sampling_params = {**generation.sampling_params, "logit_bias": bias}
     if HEADER not in request.headers:
         return
     generation.custom_logit_processor = ForcedTokens.to_str()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import requests
 
@@ -41,11 +42,19 @@ class Served:
     anthropic: anthropic.Anthropic
     model: str
 
-    def header(self, pieces: tuple[str, ...] | str | None) -> dict[str, str]:
-        """What forces the reply to `pieces`; None leaves the model to itself."""
-        if pieces is None:
-            return {}
-        return self.write.header(*((pieces,) if isinstance(pieces, str) else pieces))
+    def header(
+        self,
+        pieces: tuple[str, ...] | str | None,
+        at_a_time: int = 1,
+        bias: Mapping[str, int] | None = None,
+    ) -> dict[str, str]:
+        """What forces the reply to `pieces`, streamed so many tokens at a time, or biases what is free."""
+        headers = {forced.STEP_HEADER: str(at_a_time)} if at_a_time > 1 else {}
+        if bias is not None:
+            headers[forced.BIAS_HEADER] = json.dumps(bias)
+        if pieces is not None:
+            headers |= self.write.header(*((pieces,) if isinstance(pieces, str) else pieces))
+        return headers
 
     def create(
         self, messages: Any, pieces: tuple[str, ...] | str | None, mode: str = "adaptive", **options: Any
@@ -55,9 +64,14 @@ class Served:
         return self.openai.chat.completions.create(
             model=self.model,
             messages=[{"role": "user", "content": messages}] if isinstance(messages, str) else messages,
-            extra_headers=self.header(pieces),
             extra_body=body,
-            **{"temperature": 0, "max_tokens": 400, "tools": chat_tools(), **options},
+            **{
+                "extra_headers": self.header(pieces),
+                "temperature": 0,
+                "max_tokens": 400,
+                "tools": chat_tools(),
+                **options,
+            },
         )
 
     def chat(
@@ -65,41 +79,90 @@ class Served:
         pieces: tuple[str, ...] | str | None,
         mode: str = "adaptive",
         *,
-        stream: bool = False,
+        stream: int = 0,
         **options: Any,
     ) -> Reply:
-        """The chat endpoint's reply, whole or put together from its pieces."""
-        answer = self.create("Go on.", pieces, mode, stream=stream, **options)
-        return _joined_chat(answer) if stream else _whole_chat(answer)
+        """The chat endpoint's reply: whole, or put together from its pieces."""
+        answer = self.create("Go on.", pieces, mode, stream=bool(stream), **options)
+        return joined_chat(answer) if stream else whole_chat(answer)
 
-    def messages(self, pieces: tuple[str, ...] | str, thinking: dict[str, Any], *, stream: bool) -> Reply:
-        """The same from Anthropic's Messages endpoint."""
-        request = {
-            "model": self.model,
-            "max_tokens": 400,
-            "messages": [{"role": "user", "content": "Go on."}],
-            "tools": anthropic_tools(),
-            "thinking": thinking,
-            "extra_headers": self.header(pieces),
-        }
-        if not stream:
-            return from_message(self.anthropic.messages.create(**request))
-        with self.anthropic.messages.stream(**request) as events:
-            return from_message(events.get_final_message())
+    def reply(
+        self,
+        api: str,
+        pieces: tuple[str, ...] | str | None,
+        mode: str,
+        *,
+        stream: int = 0,
+        max_tokens: int = 400,
+        stop: tuple[str, ...] = (),
+        functions: Mapping[str, Any] = FUNCTIONS,
+        choice: str = "auto",
+        parallel: bool = True,
+        strict: bool = False,
+        bias: Mapping[str, int] | None = None,
+    ) -> Reply:
+        """The same from `chat`, `messages` or `responses`, in words that they share.
 
-    def respond(self, pieces: tuple[str, ...] | str, mode: str, *, stream: bool) -> Reply:
-        """The same from the Responses endpoint; streamed, all text comes from the deltas."""
-        request = {
-            "model": self.model,
-            "max_output_tokens": 400,
-            "input": "Go on.",
-            "tools": response_tools(),
-            "extra_headers": self.header(pieces),
-            "extra_body": {"chat_template_kwargs": {"thinking_mode": mode}},
-        }
-        if not stream:
-            return from_response(self.openai.responses.create(**request))
-        return _joined_response(self.openai.responses.create(**request, stream=True))
+        Args:
+            api: the endpoint.
+            pieces: the reply, or None for what the model writes at temperature 1.
+            mode: the thinking mode.
+            stream: tokens that are streamed at a time; 0 for a whole reply.
+            max_tokens: where the reply is cut off.
+            stop: strings that end it.
+            functions: tools by name, each with its parameters' schema or None.
+            choice: `auto`, `none`, `required`, or a function's name.
+            parallel: whether there may be several calls.
+            strict: whether arguments must follow their schemas when the choice is `auto`.
+            bias: what is added to logits, by token id.
+        """
+        headers = self.header(pieces, stream, bias)
+        temperature = int(pieces is None)
+        kind = choice if choice in ("auto", "none", "required") else "named"
+        if api == "chat":
+            return self.chat(
+                pieces,
+                mode,
+                stream=stream,
+                max_tokens=max_tokens,
+                stop=list(stop) or None,
+                tools=chat_tools(functions, strict),
+                tool_choice={"type": "function", "function": {"name": choice}} if kind == "named" else choice,
+                parallel_tool_calls=parallel,
+                temperature=temperature,
+                extra_headers=headers,
+            )
+        if api == "messages":
+            types = {"required": {"type": "any"}, "named": {"type": "tool", "name": choice}}
+            alone = {} if kind == "none" else {"disable_parallel_tool_use": not parallel}
+            request = {
+                "model": self.model,
+                "messages": [{"role": "user", "content": "Go on."}],
+                "thinking": {"type": mode, **({"budget_tokens": 1024} if mode == "enabled" else {})},
+                "max_tokens": max_tokens,
+                "stop_sequences": list(stop),
+                "tools": anthropic_tools(functions, strict),
+                "tool_choice": {**types.get(kind, {"type": choice}), **alone},
+                "extra_body": {"temperature": temperature},
+                "extra_headers": headers,
+            }
+            if not stream:
+                return from_message(self.anthropic.messages.create(**request))
+            with self.anthropic.messages.stream(**request) as events:
+                return _joined_message(events)
+        answer = self.openai.responses.create(
+            model=self.model,
+            input="Go on.",
+            max_output_tokens=max_tokens + 2,  # SGLang takes two away
+            tools=response_tools(functions, strict),
+            tool_choice={"type": "function", "name": choice} if kind == "named" else choice,
+            parallel_tool_calls=parallel,
+            stream=bool(stream),
+            temperature=temperature,
+            extra_headers=headers,
+            extra_body={"chat_template_kwargs": {"thinking_mode": mode}, "stop": list(stop) or None},
+        )
+        return _joined_response(answer) if stream else from_response(answer)
 
     def flush(self) -> None:
         """Empty the radix cache."""
@@ -109,29 +172,42 @@ class Served:
 
 def clients(url: str, checkpoint: Path) -> Served:
     """Clients of the server at `url`, which serves `checkpoint` and takes forced replies."""
-    chat = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
-    messages = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120)
+    # The server closes connections that are idle for five seconds: none must be used again that long after.
+    limits = httpx.Limits(max_connections=None, keepalive_expiry=2)
+    options = {"api_key": "none", "max_retries": 0, "timeout": 120}
+    chat = openai.OpenAI(
+        base_url=f"{url}/v1", http_client=openai.DefaultHttpxClient(limits=limits), **options
+    )
+    messages = anthropic.Anthropic(
+        base_url=url, http_client=anthropic.DefaultHttpxClient(limits=limits), **options
+    )
     return Served(url, forced.Writer(checkpoint), chat, messages, chat.models.list().data[0].id)
 
 
-def chat_tools() -> list[Any]:
-    """`FUNCTIONS`, as the chat endpoint takes them."""
+APIS = ("chat", "messages", "responses")
+
+
+def chat_tools(functions: Mapping[str, Any] = FUNCTIONS, strict: bool = False) -> list[Any]:
+    """Functions by name, each with its parameters' schema or None, as the chat endpoint takes them."""
+    flag = {"strict": True} if strict else {}
     return [
-        {"type": "function", "function": {"name": name, **({"parameters": schema} if schema else {})}}
-        for name, schema in FUNCTIONS.items()
+        {"type": "function", "function": {"name": name, **({"parameters": schema} if schema else {}), **flag}}
+        for name, schema in functions.items()
     ]
 
 
-def anthropic_tools() -> list[Any]:
+def anthropic_tools(functions: Mapping[str, Any] = FUNCTIONS, strict: bool = False) -> list[Any]:
+    flag = {"strict": True} if strict else {}
     return [
-        {"name": name, "input_schema": schema or {"type": "object"}} for name, schema in FUNCTIONS.items()
+        {"name": name, "input_schema": schema or {"type": "object"}, **flag}
+        for name, schema in functions.items()
     ]
 
 
-def response_tools() -> list[Any]:
+def response_tools(functions: Mapping[str, Any] = FUNCTIONS, strict: bool = False) -> list[Any]:
     return [
-        {"type": "function", "name": name, "parameters": schema, "strict": False}
-        for name, schema in FUNCTIONS.items()
+        {"type": "function", "name": name, "parameters": schema, "strict": strict}
+        for name, schema in functions.items()
     ]
 
 
@@ -142,15 +218,15 @@ def _call(name: str, arguments: str) -> Call:
         return name, arguments
 
 
-def _whole_chat(answer: Any) -> Reply:
-    choice = answer.choices[0]
+def whole_chat(answer: Any, index: int = 0) -> Reply:
+    choice = answer.choices[index]
     message = choice.message
     calls = [_call(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
     return Reply(message.reasoning_content or "", message.content or "", tuple(calls), choice.finish_reason)
 
 
-def _joined_chat(chunks: Iterable[Any]) -> Reply:
-    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+def joined_chat(chunks: Iterable[Any], index: int = 0) -> Reply:
+    choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
     deltas = [choice.delta for choice in choices]
     names: list[str] = []
     arguments: list[str] = []
@@ -191,15 +267,34 @@ def from_message(message: Any) -> Reply:
     )
 
 
+def _joined_message(events: Any) -> Reply:
+    texts: dict[str, dict[int, str]] = {"thinking": {}, "text": {}, "partial_json": {}}
+    names: list[str] = []
+    for event in events:
+        if event.type == "content_block_start" and event.content_block.type == "tool_use":
+            names.append(event.content_block.name)
+            texts["partial_json"][event.index] = ""
+        if event.type == "content_block_delta":
+            kind = event.delta.type.removesuffix("_delta").replace("input_json", "partial_json")
+            pieces = texts[kind]
+            pieces[event.index] = pieces.get(event.index, "") + getattr(event.delta, kind)
+    reasoning, content = ("".join(texts[kind].values()) for kind in ("thinking", "text"))
+    calls = tuple(map(_call, names, texts["partial_json"].values()))
+    return Reply(reasoning, content, calls, _FINISH[events.get_final_message().stop_reason])
+
+
 def from_response(response: Any) -> Reply:
-    """A response with calls is one that ended to make them."""
-    calls = [_call(item.name, item.arguments) for item in response.output if item.type == "function_call"]
+    """A response whose calls are complete is one that ended to make them."""
+    items = [item for item in response.output if item.type == "function_call"]
     texts = {
         kind: "".join(part.text for item in response.output if item.type == kind for part in item.content)
         for kind in ("reasoning", "message")
     }
-    finish = "tool_calls" if calls and response.status == "completed" else _FINISH[response.status]
-    return Reply(texts["reasoning"], texts["message"], tuple(calls), finish)
+    ended = response.status == "completed"
+    complete = bool(items) and all(item.status == "completed" for item in items)
+    finish = "tool_calls" if ended and complete else _FINISH[response.status]
+    calls = tuple(_call(item.name, item.arguments) for item in items)
+    return Reply(texts["reasoning"], texts["message"], calls, finish)
 
 
 def _joined_response(events: Iterable[Any]) -> Reply:

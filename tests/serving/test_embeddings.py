@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import requests
+import torch
 from torch import Tensor
 
 from tests import oracle
@@ -59,6 +60,37 @@ def test_embeddings_that_no_token_has_give_what_the_oracle_says(
         logprobs = logits.detach().log_softmax(-1)
         assert abs(value - float(logprobs[token])) < LOGPROB_TOLERANCE, f"token {number}"
         assert float(logprobs.max() - logprobs[token]) < LOGPROB_TOLERANCE, f"token {number} is {token}"
+
+
+@pytest.fixture(scope="module")
+def bfloat16(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ("--chunked-prefill-size", "384", "--disable-radix-cache", "--dtype", "bfloat16")
+    with server(tiny, tmp_path_factory.mktemp("bfloat16"), *flags) as running:
+        yield running
+
+
+@pytest.mark.parametrize("length", (5, 450, 1100))
+@torch.no_grad()
+def test_in_bfloat16_embeddings_give_the_oracles_distribution(
+    bfloat16: Server, model: oracle.Model, prompt: Callable[..., list[int]], length: int
+) -> None:
+    table = model.get_input_embeddings().weight
+    embeddings = ((table[prompt(length)] + table[prompt(length, 3)]) / 2).bfloat16().float()
+    body = {
+        "input_embeds": embeddings.tolist(),
+        "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
+        "return_logprob": True,
+        "top_logprobs_num": table.shape[0],
+    }
+    answer = requests.post(f"{bfloat16.url}/generate", json=body, timeout=120).json()
+    got = torch.full((table.shape[0],), torch.nan)
+    for value, token, _ in answer["meta_info"]["output_top_logprobs"][0]:
+        got[token] = value
+    logits = model(inputs_embeds=embeddings[None], input_ids=None, use_cache=False).logits[0, -1]
+    want = logits.log_softmax(-1)
+    divergence = (want.exp() * (want - got)).sum()
+    print(f"KL in nats: {divergence:.5f}")
+    assert divergence < 0.01
 
 
 def _cat(first: Tensor, then: Tensor) -> Tensor:

@@ -161,7 +161,10 @@ def test_branches_share_the_source_that_is_in_the_cache(served: Served) -> None:
 @pytest.mark.parametrize(
     ("program", "options"),
     (
-        (branches, ("--branches", "2", "--answer-tokens", "8")),
+        (
+            branches,
+            ("--branches", "2", "--answer-tokens", "8", "--folder", "examples", "--characters", "4000"),
+        ),
         (review, ("--answer-tokens", "8")),
         (tool_loop, ("--reply-tokens", "8")),
         (frontend_tool_loop, ("--reply-tokens", "8")),
@@ -180,6 +183,14 @@ def test_a_program_says_what_came_from_the_cache_and_what_sharing_saved(
     printed = capsys.readouterr().out
     assert "prompt tokens came from the cache" in printed
     assert "saved by sharing" in printed
+
+
+def test_a_folder_is_read_as_far_as_the_characters_go(root: Path) -> None:
+    (root / "b.py").write_text("two")
+    (root / "a.py").write_text("one")
+    whole = "\n# a.py\none\n# b.py\ntwo"
+    assert branches.read_folder(root, 100) == whole
+    assert branches.read_folder(root, 9) == whole[:9]
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,28 @@
-"""Thinking that goes back to the server with its calls: in the prompt, and in the cache."""
+"""Thinking that goes back to the server with its calls: in the prompt, and in the cache, whatever the API."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.parsing.writing import block
+from tests.serving import forced
 from tests.serving.conftest import Endpoint
-from tests.serving.reply_cases import WRITE
-from tests.serving.reply_clients import Served, anthropic_tools, clients, response_tools
+from tests.serving.reply_cases import NOW
+from tests.serving.reply_clients import Served, anthropic_tools, chat_tools, clients, response_tools
 
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("bfloat16")]
 
 PAGE_TOKENS = 128
+REPLY_TOKENS = 1500
+TASK = {"role": "user", "content": "Look into the file, please. " * 4}
+FUNCTIONS = {"now": None}
 
 
 @pytest.fixture(scope="module")
@@ -31,110 +36,187 @@ def common(first: list[int], second: list[int]) -> int:
     return equal // PAGE_TOKENS * PAGE_TOKENS
 
 
-THOUGHT = " ".join(f"Step {number}: look at the file again." for number in range(16))
-TASK = {"role": "user", "content": "Look into the file, please. " * 12}
+class Chat:
+    """A conversation over one API.
+
+    `send` asks for the next turn, adds it to the conversation as the API's client gives it back, and returns
+    how many tokens of its prompt were in the cache.
+    """
+
+    def __init__(self, served: Served, system: str, stream: int) -> None:
+        self.served = served
+        self.stream = bool(stream)
+        self.system = system
+        self.listed: list[Any] = self.begin()
+        self.call_id = ""
+
+    def begin(self) -> list[Any]:
+        return [{"role": "system", "content": self.system}, TASK]
+
+    def send(self, headers: dict[str, str]) -> int:
+        options = {"stream_options": {"include_usage": True}} if self.stream else {}
+        answer = self.served.openai.chat.completions.create(
+            model=self.served.model,
+            messages=self.listed,
+            tools=chat_tools(FUNCTIONS),
+            max_tokens=REPLY_TOKENS,
+            stream=self.stream,
+            extra_headers=headers,
+            **options,
+        )
+        message: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": ""}
+        calls: list[dict[str, Any]] = []
+        for chunk in answer if self.stream else (answer,):
+            usage = chunk.usage
+            for choice in chunk.choices:
+                part = choice.delta if self.stream else choice.message
+                message["content"] += part.content or ""
+                message["reasoning_content"] += part.reasoning_content or ""
+                for call in part.tool_calls or ():
+                    if call.id:
+                        calls.append(call.model_dump(include={"id", "type", "function"}))
+                    else:
+                        calls[-1]["function"]["arguments"] += call.function.arguments
+        if calls:
+            message["tool_calls"] = calls
+            self.call_id = calls[-1]["id"]
+        self.listed.append(message)
+        return usage.prompt_tokens_details.cached_tokens
+
+    def give_result(self) -> None:
+        self.listed.append({"role": "tool", "tool_call_id": self.call_id, "content": "done"})
+
+    def ask(self, question: str) -> None:
+        self.listed.append({"role": "user", "content": question})
 
 
-def system(name: str) -> str:
-    """What begins the conversation `name`, so that it has no page in common with another."""
-    return f"{name}: you look after files."
+class Messages(Chat):
+    def begin(self) -> list[Any]:
+        return [TASK]
+
+    def send(self, headers: dict[str, str]) -> int:
+        options = {
+            "model": self.served.model,
+            "max_tokens": REPLY_TOKENS,
+            "tools": anthropic_tools(FUNCTIONS),
+            "system": self.system,
+            "messages": self.listed,
+            "extra_headers": headers,
+        }
+        if self.stream:
+            with self.served.anthropic.messages.stream(**options) as events:
+                message = events.get_final_message()
+        else:
+            message = self.served.anthropic.messages.create(**options)
+        blocks = [each.model_dump(exclude_none=True) for each in message.content]
+        self.call_id = next((each["id"] for each in blocks if each["type"] == "tool_use"), "")
+        self.listed.append({"role": "assistant", "content": blocks})
+        return message.usage.cache_read_input_tokens or 0
+
+    def give_result(self) -> None:
+        result = {"type": "tool_result", "tool_use_id": self.call_id, "content": "done"}
+        self.listed.append({"role": "user", "content": [result]})
 
 
-def turn(served: Served, messages: list[Any], reply: str) -> tuple[list[int], list[int], Any, int]:
-    """The prompt's tokens, those that are in the cache after the turn, the message, cached tokens."""
-    answer = served.create(messages, reply, max_tokens=1500, extra_body={"return_token_ids": True})
-    choice = answer.choices[0]
-    kept = [*choice.prompt_token_ids, *choice.response_token_ids[:-1]]
-    return choice.prompt_token_ids, kept, choice.message, answer.usage.prompt_tokens_details.cached_tokens
+class Responses(Chat):
+    def begin(self) -> list[Any]:
+        return [TASK]
+
+    def send(self, headers: dict[str, str]) -> int:
+        options = {
+            "model": self.served.model,
+            "max_output_tokens": REPLY_TOKENS,
+            "tools": response_tools(FUNCTIONS),
+            "instructions": self.system,
+            "input": self.listed,
+            "extra_headers": headers,
+        }
+        if self.stream:
+            with self.served.openai.responses.stream(**options) as events:
+                response = events.get_final_response()
+        else:
+            response = self.served.openai.responses.create(**options)
+        items = [item.model_dump(exclude_none=True) for item in response.output]
+        self.call_id = next((item["call_id"] for item in items if item["type"] == "function_call"), "")
+        self.listed += items
+        return response.usage.input_tokens_details.cached_tokens
+
+    def give_result(self) -> None:
+        self.listed.append({"type": "function_call_output", "call_id": self.call_id, "output": "done"})
 
 
-def chat(served: Served, name: str, content: str) -> None:
-    start = [{"role": "system", "content": system(name)}, TASK]
-    reply = f"<mm:think>{THOUGHT}</mm:think>{content}{block(WRITE)}"
-    prompt_ids, kept, message, cached = turn(served, start, reply)
-    assert cached == 0
-    call = message.tool_calls[0]
-    given_back = {
-        "role": "assistant",
-        "content": message.content,
-        "reasoning_content": message.reasoning_content,
-        "tool_calls": [call.model_dump(include={"id", "type", "function"})],
-    }
-    messages = [*start, given_back, {"role": "tool", "tool_call_id": call.id, "content": "done"}]
-    second_ids, second_kept, _, cached = turn(served, messages, "</mm:think>It is done.")
-    assert served.write.tokenizer.decode(second_ids).count(THOUGHT) == 1
-    assert cached == common(kept, second_ids) > common(prompt_ids, second_ids) > 0
-
-    messages += [{"role": "assistant", "content": "It is done."}, {"role": "user", "content": "And now?"}]
-    third_ids, _, _, cached = turn(served, messages, "</mm:think>Nothing.")
-    assert THOUGHT not in served.write.tokenizer.decode(third_ids)
-    assert cached == max(common(kept, third_ids), common(second_kept, third_ids)) > 0
+TALKS = {"chat": Chat, "messages": Messages, "responses": Responses}
 
 
-def anthropic(served: Served, name: str) -> None:
-    messages: list[Any] = [TASK]
-    options = {
-        "model": served.model,
-        "max_tokens": 1500,
-        "tools": anthropic_tools(),
-        "system": system(name),
-    }
-    reply = f"<mm:think>{THOUGHT}</mm:think>{block(WRITE)}"
-    first = served.anthropic.messages.create(messages=messages, extra_headers=served.header(reply), **options)
-    messages.append(
-        {"role": "assistant", "content": [each.model_dump(exclude_none=True) for each in first.content]}
-    )
-    result = {"type": "tool_result", "tool_use_id": first.content[-1].id, "content": "done"}
-    messages.append({"role": "user", "content": [result]})
-    second = served.anthropic.messages.create(
-        messages=messages, extra_headers=served.header("Done."), **options
-    )
-    check_thought_cached(first.usage, second.usage.cache_read_input_tokens)
+@dataclass(frozen=True)
+class Turn:
+    """Token ids of a turn's prompt, those that are in the cache after it, and how many were before it."""
+
+    prompt: list[int]
+    kept: list[int]
+    cached: int
 
 
-def responses(served: Served, name: str) -> None:
-    messages: list[Any] = [TASK]
-    options = {
-        "model": served.model,
-        "max_output_tokens": 1500,
-        "tools": response_tools(),
-        "instructions": system(name),
-    }
-    reply = f"<mm:think>{THOUGHT}</mm:think>{block(WRITE)}"
-    first = served.openai.responses.create(input=messages, extra_headers=served.header(reply), **options)
-    messages += [item.model_dump(exclude_none=True) for item in first.output]
-    messages.append({"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "done"})
-    second = served.openai.responses.create(input=messages, extra_headers=served.header("Done."), **options)
-    check_thought_cached(first.usage, second.usage.input_tokens_details.cached_tokens)
+def take_turn(talk: Chat, reply: str, scratch: Path) -> Turn:
+    write = talk.served.write
+    file = scratch / f"{talk.system}.json"
+    cached = talk.send({**write.header(reply), forced.PROMPT_HEADER: str(file)})
+    sent = json.loads(file.read_text())
+    prompt = sent["input_ids"] or write.tokenizer(sent["text"])["input_ids"]
+    return Turn(prompt, prompt + write.token_ids(reply)[:-1], cached)
 
 
-def check_thought_cached(first: Any, cached: int) -> None:
-    """All whole pages of the first turn's prompt and reply, but for the reply's last token."""
-    fed = first.input_tokens + first.output_tokens - 1
-    assert cached == fed // PAGE_TOKENS * PAGE_TOKENS
-    assert cached > first.input_tokens
+THOUGHT = " ".join(f"Step {number}: look at the file again." for number in range(12))
+AGAIN = "And once more."
 
 
-CONVERSATIONS: dict[str, Callable[[Served, str], None]] = {
-    "chat": functools.partial(chat, content=""),
-    "chat with text": functools.partial(chat, content="I look."),
-    "chat with text and a newline": functools.partial(chat, content="I look.\n"),
-    "messages": anthropic,
-    "responses": responses,
-}
-"""Name -> the turns of a conversation; it asserts what they found in the cache."""
+def hold(served: Served, api: str, content: str, stream: int, scratch: Path) -> None:
+    """Two rounds of calls, an answer, and the next question."""
+    # No two conversations have a page in common.
+    talk = TALKS[api](served, f"{api}{len(content)}{stream}", stream)
+    text = served.write.tokenizer.decode
+    first = take_turn(talk, f"<mm:think>{THOUGHT}</mm:think>{content}{block(NOW)}", scratch)
+    assert first.cached == 0
+
+    talk.give_result()
+    second = take_turn(talk, f"<mm:think>{AGAIN}</mm:think>{block(NOW)}", scratch)
+    assert text(second.prompt).startswith(text(first.kept)), text(second.prompt)
+    assert second.cached == common(first.kept, second.prompt) > common(first.prompt, second.prompt) > 0
+
+    talk.give_result()
+    third = take_turn(talk, "</mm:think>It is done.", scratch)
+    assert text(third.prompt).startswith(text(second.kept)), text(third.prompt)
+    assert third.cached == common(second.kept, third.prompt)
+
+    talk.ask("And now?")
+    fourth = take_turn(talk, "</mm:think>Nothing.", scratch)
+    rendered = text(fourth.prompt)
+    assert rendered.startswith(text(third.kept)) and THOUGHT in rendered and AGAIN in rendered, rendered
+    assert rendered.count(block(NOW)) == 2 and f"</mm:think>{content}" in rendered, rendered
+    assert fourth.cached == common(third.kept, fourth.prompt) > 0
+
+
+CONVERSATIONS = (
+    ("chat", "", 0),
+    ("chat", "I look.\n\n", 1),
+    *((api, "I look.\n", stream) for api in TALKS for stream in (0, 1)),
+)
+"""API, the first turn's text beside its thinking and its call, whether it streams."""
 
 
 @pytest.fixture(scope="module")
-def conversations(served: Served) -> Iterator[dict[str, Future[None]]]:
+def conversations(
+    served: Served, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[tuple[str, str, int], Future[None]]]:
     """All of them at the same time: tokens of a batch cost little more than those of one request."""
     served.flush()
+    scratch = tmp_path_factory.mktemp("prompts")
     with ThreadPoolExecutor(len(CONVERSATIONS)) as pool:
-        yield {name: pool.submit(hold, served, name) for name, hold in CONVERSATIONS.items()}
+        yield {case: pool.submit(hold, served, *case, scratch) for case in CONVERSATIONS}
 
 
-@pytest.mark.parametrize("name", tuple(CONVERSATIONS))
-def test_thinking_given_back_with_a_result_is_in_the_cache_and_in_chat_dropped_by_the_next_question(
-    conversations: dict[str, Future[None]], name: str
+@pytest.mark.parametrize(("api", "content", "stream"), CONVERSATIONS)
+def test_thinking_stays_with_its_calls_and_in_the_cache(
+    conversations: dict[tuple[str, str, int], Future[None]], api: str, content: str, stream: int
 ) -> None:
-    conversations[name].result()
+    conversations[api, content, stream].result()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import requests
 
+from tests.parsing.writing import block
 from tests.serving import forced
 from tests.serving.conftest import Endpoint
 from tests.serving.reply_clients import Served, chat_tools, clients
@@ -112,9 +113,35 @@ def test_every_effort_reaches_the_prompt_unless_thinking_is_off(
     assert "Reasoning effort" not in prompt(api, **fields(effort), **off)
 
 
-def test_a_leading_root_message_is_its_own_turn(prompt: Callable[..., str]) -> None:
-    messages = [{"role": "root", "content": "Obey."}, {"role": "user", "content": "Hi"}]
-    assert "]~b]root\nObey.[e~[" in prompt("chat", messages=messages)
+ROOTED = [{"role": "root", "content": "Obey."}, {"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("api", "fields"),
+    (
+        ("chat", {"messages": ROOTED}),
+        ("responses", {"input": ROOTED}),
+        ("responses", {"input": ROOTED, "instructions": "Be kind."}),
+    ),
+)
+def test_a_leading_root_message_is_its_own_turn(
+    prompt: Callable[..., str], api: str, fields: dict[str, Any]
+) -> None:
+    assert prompt(api, **fields).startswith("]~!b[]~b]root\nObey.[e~[\n]~b]system\n")
+
+
+def test_one_turn_of_the_responses_endpoint_is_one_turn_of_the_prompt(prompt: Callable[..., str]) -> None:
+    """Whatever phases its texts are said to have."""
+    items = [
+        {"type": "message", "role": "user", "content": "Hi"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "content": "I look.", "phase": "commentary"},
+        {"type": "function_call", "name": "f", "arguments": "{}", "call_id": "a"},
+        {"type": "function_call_output", "call_id": "a", "output": "b"},
+    ]
+    call = block(("f", {}))
+    turns = f"]~b]ai\n<mm:think>Hm.</mm:think>I look.{call}[e~[\n]~b]tool\n<response>b</response>[e~[\n"
+    assert prompt("responses", input=items).endswith(f"{turns}]~b]ai\n")
 
 
 USER = {"role": "user", "content": "Hi"}
@@ -180,9 +207,10 @@ BAD_ELSEWHERE: dict[str, tuple[str, dict[str, Any], str]] = {
 """The same for other APIs, with the API first."""
 
 
+@pytest.mark.parametrize("stream", (False, True), ids=("whole", "streamed"))
 @pytest.mark.parametrize("case", (*BAD, *BAD_ELSEWHERE))
-def test_an_unknown_value_is_refused_with_its_name(served: Served, case: str) -> None:
+def test_an_unknown_value_is_refused_with_its_name(served: Served, case: str, stream: bool) -> None:
     api, fields, mention = BAD_ELSEWHERE[case] if case in BAD_ELSEWHERE else ("chat", *BAD[case])
-    answer = post(served, api, **fields)
+    answer = post(served, api, **fields, stream=stream)
     assert 400 <= answer.status_code < 500, f"{answer.status_code}: {answer.text[:500]}"
     assert mention in answer.text, answer.text

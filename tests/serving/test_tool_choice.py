@@ -6,18 +6,15 @@ import itertools
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
 
 from tests.parsing.writing import block
 from tests.serving.conftest import Endpoint
-from tests.serving.reply_clients import Reply, Served, clients
+from tests.serving.reply_clients import APIS, Reply, Served, clients
 
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("bfloat16")]
-
-both = pytest.mark.parametrize("stream", (False, True), ids=("whole", "streamed"))
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +22,8 @@ def served(endpoint: Endpoint, tiny: Path) -> Served:
     return clients(endpoint.url, tiny)
 
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "parameters": {"type": "object", "properties": properties, "required": list(properties)},
-        },
-    }
+FUNCTIONS = {
+    name: {"type": "object", "properties": properties, "required": list(properties)}
     for name, properties in (
         (
             "lamp",
@@ -43,9 +34,11 @@ TOOLS = [
         ),
         ("turn", {"side": {"enum": ["left", "right"]}}),
     )
-]
+}
 """Tools whose arguments even a model that writes noise brings to an end."""
-TURN = {"type": "function", "function": {"name": "turn"}}
+CHOICES = ("required", "turn")
+"""Any tool, and one by its name."""
+CHAT, *OTHERS = APIS
 
 
 @pytest.fixture(scope="module")
@@ -55,84 +48,79 @@ def no_spaces(served: Served) -> dict[str, int]:
     return {str(token): -100 for token in range(len(tokenizer)) if tokenizer.decode([token]).isspace()}
 
 
-SEEDS = (0, 1, 2)
-CHOICES = {"required": "required", "named": TURN}
+Noise = tuple[str, str, int, int]
+"""API, choice, streaming, number of the try."""
+NOISE: tuple[Noise, ...] = (
+    *itertools.product((CHAT,), CHOICES, (0, 1), (0, 1)),
+    *itertools.product(OTHERS, CHOICES, (1,), (0,)),
+)
 
 
 @pytest.fixture(scope="module")
-def forced_replies(
-    served: Served, no_spaces: dict[str, int]
-) -> Iterator[dict[tuple[str, bool, int], Future[Reply]]]:
-    """By choice, streaming and seed; all in flight together."""
+def forced_replies(served: Served, no_spaces: dict[str, int]) -> Iterator[dict[Noise, Future[Reply]]]:
+    """All in flight together."""
 
-    def ask(choice: str, stream: bool, seed: int) -> Reply:
-        return served.chat(
-            None,
-            "disabled",
-            stream=stream,
-            tools=TOOLS,
-            tool_choice=CHOICES[choice],
-            parallel_tool_calls=False,
-            temperature=1,
-            logit_bias=no_spaces,
-            extra_body={"sampling_seed": seed},
-        )
+    def ask(api: str, choice: str, stream: int) -> Reply:
+        options = {"functions": FUNCTIONS, "choice": choice, "parallel": False, "bias": no_spaces}
+        return served.reply(api, None, "disabled", stream=stream, **options)
 
-    keys = list(itertools.product(CHOICES, (False, True), SEEDS))
-    with ThreadPoolExecutor(len(keys)) as pool:
-        yield {key: pool.submit(ask, *key) for key in keys}
+    with ThreadPoolExecutor(len(NOISE)) as pool:
+        yield {key: pool.submit(ask, *key[:3]) for key in NOISE}
 
 
-@both
-@pytest.mark.parametrize("choice", tuple(CHOICES))
+@pytest.mark.parametrize(("api", "choice", "stream"), dict.fromkeys(key[:3] for key in NOISE))
 def test_a_forced_call_follows_its_schema_whatever_the_model_would_write(
-    forced_replies: Any, choice: str, stream: bool
+    forced_replies: dict[Noise, Future[Reply]], api: str, choice: str, stream: int
 ) -> None:
-    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
-    for seed in SEEDS:
-        reply = forced_replies[choice, stream, seed].result()
-        assert (reply.reasoning, reply.content, reply.finish) == ("", "", "tool_calls"), reply
-        ((name, arguments),) = reply.calls
-        assert name == "turn" or choice == "required"
-        jsonschema.validate(arguments, schemas[name])
+    for key, future in forced_replies.items():
+        if key[:3] == (api, choice, stream):
+            reply = future.result()
+            assert (reply.reasoning, reply.content, reply.finish) == ("", "", "tool_calls"), reply
+            ((name, arguments),) = reply.calls
+            assert name == "turn" or choice == "required"
+            jsonschema.validate(arguments, FUNCTIONS[name])
 
 
 CALL = block(("turn", {"side": "left"}))
+OPENED = "thinking that the prompt opened"
+CHOSEN = "thinking that the model opened"
 THOUGHT = {
     "thinking off": ("disabled", CALL, ""),
-    "thinking that the prompt opened": ("enabled", f"Left, I think.</mm:think>{CALL}", "Left, I think."),
-    "thinking that the model opened": (
-        "adaptive",
-        f"<mm:think>Left, I think.</mm:think>{CALL}",
-        "Left, I think.",
-    ),
+    OPENED: ("enabled", f"Left, I think.</mm:think>{CALL}", "Left, I think."),
+    CHOSEN: ("adaptive", f"<mm:think>Left, I think.</mm:think>{CALL}", "Left, I think."),
     "thinking that the model declined": ("adaptive", f"</mm:think>{CALL}", ""),
     "no thinking": ("adaptive", CALL, ""),
 }
 """Case -> (thinking mode, reply, its thinking)."""
 
 
-Key = tuple[str, str, bool]
+Key = tuple[str, str, str, int]
+"""API, case, choice, streaming. A choice of `auto` is one with strict tools, whose calls are constrained."""
+THOUGHTFUL: tuple[Key, ...] = (
+    *itertools.product((CHAT,), THOUGHT, CHOICES, (0, 1)),
+    *itertools.product((CHAT,), (OPENED, CHOSEN), ("auto",), (1,)),
+    *itertools.product(OTHERS, (OPENED, CHOSEN), ("required",), (0,)),
+    *itertools.product(OTHERS, (OPENED, CHOSEN), ("turn",), (1,)),
+    *itertools.product(OTHERS, (CHOSEN,), ("auto",), (1,)),
+)
 
 
 @pytest.fixture(scope="module")
 def thoughtful(served: Served) -> Iterator[dict[Key, Future[Reply]]]:
-    """By case, choice and streaming; all in flight together."""
+    """All in flight together."""
 
-    def ask(case: str, choice: str, stream: bool) -> Reply:
+    def ask(api: str, case: str, choice: str, stream: int) -> Reply:
         mode, text, _ = THOUGHT[case]
-        return served.chat(text, mode, stream=stream, tools=TOOLS, tool_choice=CHOICES[choice])
+        options = {"functions": FUNCTIONS, "choice": choice, "strict": choice == "auto"}
+        return served.reply(api, text, mode, stream=stream, **options)
 
-    keys = list(itertools.product(THOUGHT, CHOICES, (False, True)))
-    with ThreadPoolExecutor(len(keys)) as pool:
-        yield {key: pool.submit(ask, *key) for key in keys}
+    with ThreadPoolExecutor(len(THOUGHTFUL)) as pool:
+        yield {key: pool.submit(ask, *key) for key in THOUGHTFUL}
 
 
-@both
-@pytest.mark.parametrize("choice", tuple(CHOICES))
-@pytest.mark.parametrize("case", tuple(THOUGHT))
-def test_a_forced_call_comes_after_thinking(
-    thoughtful: dict[Key, Future[Reply]], case: str, choice: str, stream: bool
+@pytest.mark.parametrize(("api", "case", "choice", "stream"), THOUGHTFUL)
+def test_a_constrained_call_comes_after_thinking(
+    thoughtful: dict[Key, Future[Reply]], api: str, case: str, choice: str, stream: int
 ) -> None:
-    reply = thoughtful[case, choice, stream].result()
+    reply = thoughtful[api, case, choice, stream].result()
     assert reply == Reply(THOUGHT[case][2], "", (("turn", {"side": "left"}),), "tool_calls")

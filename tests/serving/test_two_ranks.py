@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import requests
 import torch
+from safetensors.torch import load_file, save_file
 
+from sglang_m3.tiny import TinyConfig, build
 from tests.serving.client import Completion, Server, server
 from tests.serving.expectation import Oracle, check
 
@@ -104,3 +106,18 @@ def test_an_update_from_disk_reaches_all_ranks(
     after = ranks.complete(ids)
     assert after == replace(before, request_id=after.request_id)
     check(ranks, expected, ids, after)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_by_all_ranks(
+    ranks: Ranks, expected: Oracle, tmp_path: Path, prompt: Callable[..., list[int]]
+) -> None:
+    """Each loads its share before the name that does not fit, and goes back to the weights that it had."""
+    broken = build(tmp_path / "broken", TinyConfig(seed=1))
+    last = sorted(broken.glob("*.safetensors"))[-1]
+    save_file(load_file(last) | {"strange.weight": torch.ones(1)}, last, {"format": "pt"})
+    body = {"model_path": str(broken)}
+    answer = requests.post(f"{ranks.url}/update_weights_from_disk", json=body, timeout=60)
+    assert answer.status_code == 400 and "1 unknown: strange.weight" in answer.text, answer.text
+    ids = prompt(300)
+    ranks.flush()
+    check(ranks, expected, ids, ranks.complete(ids, logprob_start=0))

@@ -107,6 +107,17 @@ def test_tensors_that_come_in_any_order_and_grouping_serve_what_a_fresh_server_w
     check_serves(float32, other.expected, ids)
 
 
+def test_a_cache_that_is_not_to_be_flushed_stays(
+    float32: Server, tiny: Path, prompt: Callable[..., list[int]]
+) -> None:
+    """As SGLang has it, for updates that change nothing, such as this one."""
+    ids = prompt(LENGTH)
+    float32.complete(ids)
+    answer = post(float32, "update_weights_from_disk", model_path=str(tiny), flush_cache=False).json()
+    assert answer["success"], answer
+    assert float32.complete(ids).cached_tokens == LENGTH // 128 * 128
+
+
 def test_one_tensor_can_be_updated_alone(
     float32: Server, other: Other, tiny: Path, tmp_path: Path, prompt: Callable[..., list[int]]
 ) -> None:
@@ -158,4 +169,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_the_one_before_served_on(
     assert answer.status_code == 400
     assert f"1 unknown: strange.{name}" in answer.json()["message"], answer.text
     float32.flush()
+    last.write_bytes(last.read_bytes()[:-1])
+    answer = update_from_disk(float32, broken)
+    assert answer.status_code == 400
+    assert f"{last.name} has" in answer.json()["message"] and "incomplete" in answer.text, answer.text
     check_serves(float32, expected, prompt(LENGTH))

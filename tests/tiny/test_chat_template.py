@@ -102,7 +102,7 @@ def test_answer_parses_back_after_the_generation_prompt(
     assert parser.parse_non_stream(written) == (thinking or "", "so")
 
 
-def test_thinking_is_kept_after_the_last_user_message_and_dropped_before(
+def test_every_turn_keeps_its_thinking(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     rendered = turns(
@@ -128,8 +128,8 @@ def test_thinking_is_kept_after_the_last_user_message_and_dropped_before(
     ]
     openings = [turn.split("\n")[1].split(NS)[0] for turn in rendered if turn.startswith("ai\n")]
     assert openings == [
-        "</mm:think>",
-        "</mm:think>a1",
+        "<mm:think>t1</mm:think>",
+        "<mm:think>t2</mm:think>a1",
         "<mm:think>t3</mm:think>",
         "<mm:think>t4</mm:think>a2",
     ]
@@ -140,7 +140,7 @@ def test_thinking_inside_the_content_counts_as_thinking(
     tokenizer: PreTrainedTokenizerBase, content: str
 ) -> None:
     assert turns(tokenizer, USER, assistant(content))[-1] == "ai\n<mm:think>t</mm:think>a"
-    assert turns(tokenizer, USER, assistant(content), USER)[1] == "ai\n</mm:think>a"
+    assert turns(tokenizer, USER, assistant(content), USER)[1] == "ai\n<mm:think>t</mm:think>a"
 
 
 def test_continued_conversation_extends_the_rendered_prefix(tokenizer: PreTrainedTokenizerBase) -> None:
