@@ -3,18 +3,47 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from sglang.srt.configs.model_config import is_minimax_sparse
+from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.entrypoints.openai.protocol import DEFAULT_MODEL_NAME
+from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.managers.io_struct import SessionParams
 from sglang.srt.plugins.hook_registry import HookType
-from sglang.srt.runtime_context import get_serving
+from sglang.srt.runtime_context import get_observability, get_serving
+
+from sglang_m3.attention.parameters import serves
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI, Request, Response
+    from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
     from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+_ANTHROPIC = "sglang.srt.entrypoints.anthropic.serving.AnthropicServing"
+_READERS = ("sglang.srt.entrypoints.openai.protocol", "sglang.srt.managers.io_struct")
+"""Where SGLang reads requests."""
+
+ONE_PER_REQUEST = (
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "return_sampling_mask",
+    "sampling_logprobs_mode",
+    "return_hidden_states",
+    "lora_path",
+    "lora_id",
+    "custom_logit_processor",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "decode_tp_size",
+)
+"""Fields that may be a list in a batch only; SGLang hands a list on to the scheduler otherwise."""
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -46,15 +75,31 @@ def around_validate_one_request(
     Raises:
         ValueError: SGLang answers with status 400 and the message.
     """
-    if is_minimax_sparse(manager.model_config.hf_config):
+    if serves(manager.model_config):
         _check(obj, input_ids, manager.model_config.vocab_size)
     original(manager, obj, input_ids)
 
 
+def around_init_req_state(
+    original: Callable[..., None], manager: TokenizerManager, obj: Any, *args: Any
+) -> None:
+    """Around SGLang's registration of a request, or of a batch of them: for M3, its ids are strings."""
+    if serves(manager.model_config):
+        # Parallel samples of one prompt come one by one, without `is_single`.
+        for request_id in (obj.rid,) if getattr(obj, "is_single", True) else obj.rid:
+            if not isinstance(request_id, str):
+                raise ValueError(f"rid must be a string for each prompt, got {request_id!r:.60}.")
+    original(manager, obj, *args)
+
+
 def _check(obj: Any, input_ids: Sequence[int] | None, vocab_size: int) -> None:
+    session = getattr(obj, "session_params", None) or {}
+    _check_types(obj, session)
+    if isinstance(input_ids, int):
+        raise ValueError("input_ids must be a list of token ids for each prompt.")
     if input_ids is not None and len(input_ids):
         check_token_ids("The prompt", input_ids, vocab_size)
-    elif obj.input_embeds is None and not getattr(obj, "session_params", None):
+    elif obj.input_embeds is None and not session:
         # A continued session may add nothing to its context.
         raise ValueError("The prompt is empty; send one token at least.")
     top_logprobs = getattr(obj, "top_logprobs_num", None) or 0
@@ -64,7 +109,30 @@ def _check(obj: Any, input_ids: Sequence[int] | None, vocab_size: int) -> None:
         raise ValueError(
             f"top_logprobs must be 0 to {vocab_size}, the tokens of this model; got {top_logprobs}."
         )
-    sampling = obj.sampling_params or {}
+    _check_stops(obj.sampling_params or {}, vocab_size)
+
+
+def _check_types(obj: Any, session: Mapping[str, Any]) -> None:
+    for name in ONE_PER_REQUEST:
+        if isinstance(getattr(obj, name, None), list):
+            raise ValueError(f"{name} must be one value for each prompt, got {getattr(obj, name)!r:.60}.")
+    overrides = getattr(obj, "positional_embed_overrides", None)
+    if overrides is not None and not isinstance(overrides, PositionalEmbeds):
+        raise ValueError("positional_embed_overrides are tensors, which JSON cannot give.")
+    if not isinstance(obj.sampling_params or {}, Mapping):
+        raise ValueError(
+            f"sampling_params must be an object for each prompt, got {obj.sampling_params!r:.60}."
+        )
+    unknown = sorted(session.keys() - set(SessionParams.__struct_fields__))
+    if unknown:
+        raise ValueError(f"session_params has no field {unknown[0]!r}.")
+    labels = get_observability().tokenizer_metrics_allowed_custom_labels or ()
+    unknown = sorted((getattr(obj, "custom_labels", None) or {}).keys() - set(labels))
+    if unknown:
+        raise ValueError(f"custom_labels has {unknown[0]!r}, which this server does not count by.")
+
+
+def _check_stops(sampling: Mapping[str, Any], vocab_size: int) -> None:
     stop_token_ids = sampling.get("stop_token_ids")
     if stop_token_ids:
         if not isinstance(stop_token_ids, Sequence | set | frozenset):
@@ -93,26 +161,69 @@ def _integers(token_ids: Any) -> list[Any]:
 async def around_handle_request(
     original: Callable[..., Any], serving: OpenAIServingBase, request: Any, raw_request: Any
 ) -> Any:
-    """Around OpenAI's endpoints: an M3 server answers status 404 to the name of another model.
-
-    SGLang serves whatever it has under any name, so a client at the wrong server never learns.
-    Names of adapters, behind a colon or alone, are SGLang's business.
-    """
-    manager = serving.tokenizer_manager
-    if not is_minimax_sparse(manager.model_config.hf_config) or manager.server_args.enable_lora:
+    """Around OpenAI's endpoints: an M3 server answers status 404 to the name of another model."""
+    problem = _unknown_model(serving.tokenizer_manager, getattr(request, "model", DEFAULT_MODEL_NAME))
+    if problem is None:
         return await original(serving, request, raw_request)
+    return serving.create_error_response(problem, err_type="NotFoundError", status_code=404, param="model")
+
+
+async def around_handle_messages(
+    original: Callable[..., Any], serving: AnthropicServing, request: Any, raw_request: Any
+) -> Any:
+    """Around Anthropic's endpoints: likewise."""
+    problem = _unknown_model(serving.openai_serving_chat.tokenizer_manager, request.model)
+    if problem is None:
+        return await original(serving, request, raw_request)
+    return serving._error_response(404, "not_found_error", problem)
+
+
+def _unknown_model(manager: TokenizerManager, name: str) -> str | None:
+    """What is wrong with a model's name. SGLang serves whatever it has under any name, so a client at the
+    wrong server never learns. Names of adapters, behind a colon or alone, are SGLang's business."""
+    if not serves(manager.model_config) or manager.server_args.enable_lora:
+        return None
     # After a weight update from disk the manager has the new path for both; clients keep the name they had.
     served = get_serving().served_model_name
-    name = getattr(request, "model", DEFAULT_MODEL_NAME)
     known = (DEFAULT_MODEL_NAME, served, manager.served_model_name, manager.model_path)
-    if name.partition(":")[0] in known:
-        return await original(serving, request, raw_request)
-    return serving.create_error_response(
-        f"The model {name!r} does not exist; this server has {served!r}.",
-        err_type="NotFoundError",
-        status_code=404,
-        param="model",
-    )
+    if name in known or name.partition(":")[0] in known:
+        return None
+    return f"The model {name!r} does not exist; this server has {served!r}."
+
+
+def before_launch_server(server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """Before the start of an HTTP server: one of M3 answers requests of the wrong types in words."""
+    if serves(model_config_of(server_args)):
+        from sglang.srt.entrypoints.http_server import app
+
+        answer_wrong_types(app)
+
+
+def answer_wrong_types(app: FastAPI) -> None:
+    """Answer status 400 where SGLang stumbles over a value of the wrong type while it reads a request.
+
+    It takes a chat request and its `response_format` for objects without looking, for which the status is
+    500. Other errors stay what they are.
+    """
+    for kind in (AttributeError, IndexError, TypeError):
+        app.add_exception_handler(kind, _answer_wrong_types)
+
+
+async def _answer_wrong_types(request: Request, error: Exception) -> Response:
+    from fastapi.exceptions import RequestValidationError
+
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames or frames[-1].f_globals.get("__name__") not in _READERS:
+        raise error
+    place, message = ["body"], f"has a field of the wrong type: {error}"
+    if isinstance(error, AttributeError) and "values" in frames[-1].f_locals:
+        body = frames[-1].f_locals["values"]
+        message = f"must be an object, not {error.obj!r:.60}"
+        if body is not error.obj:
+            place += [name for name, value in body.items() if value is error.obj]
+    problem = {"type": "wrong_type", "loc": tuple(place), "msg": message}
+    answer = request.app.exception_handlers[RequestValidationError]
+    return await answer(request, RequestValidationError([problem]))
 
 
 HOOKS = (
@@ -122,9 +233,21 @@ HOOKS = (
         HookType.AROUND,
     ),
     (
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._init_req_state",
+        around_init_req_state,
+        HookType.AROUND,
+    ),
+    (
         "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request",
         around_handle_request,
         HookType.AROUND,
     ),
+    *(
+        (f"{_ANTHROPIC}.{method}", around_handle_messages, HookType.AROUND)
+        for method in ("handle_messages", "handle_count_tokens")
+    ),
 )
 """(target, hook, type). Each acts for M3 models only."""
+
+LISTENING = (("sglang.srt.entrypoints.http_server.launch_server", before_launch_server, HookType.BEFORE),)
+"""Likewise, for the process that listens."""

@@ -65,6 +65,17 @@ def check_files(folder: Path) -> None:
             )
 
 
+def check_local(model_path: str, load_format: str) -> None:
+    """Check a checkpoint that is here; one that is to be downloaded cannot be checked yet.
+
+    Raises:
+        CheckpointError: see `check_files`.
+    """
+    folder = Path(model_path)
+    if load_format in ("auto", "safetensors") and any(folder.glob("*.safetensors*")):
+        check_files(folder)
+
+
 def _bytes_needed(path: Path, size: int) -> int:
     """8 bytes with the header's length, the header, and as many bytes as the last tensor ends at."""
     with path.open("rb") as file:

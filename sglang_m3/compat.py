@@ -285,6 +285,11 @@ SYMBOLS = (
         ("anthropic_request",),
     ),
     Symbol(
+        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat.__init__",
+        "the contract of requests for M3",
+        ("tokenizer_manager",),
+    ),
+    Symbol(
         "sglang.srt.entrypoints.openai.serving_chat._validate_minimax_m3_request",
         "refusing unknown reasoning efforts",
     ),
@@ -346,6 +351,7 @@ SYMBOLS = (
     ),
     Symbol("sglang.srt.arg_groups.memory_hook.get_device_memory_capacity", "the doctor"),
     Symbol("sglang.srt.arg_groups.kv_shard_hook.get_device_memory_capacity", "the doctor"),
+    Symbol("sglang.srt.model_executor.cuda_graph_config.default_prefill_backend", "the doctor"),
     Symbol("sglang.srt.runtime_context.override_platform", "the doctor"),
     Symbol("sglang.srt.plugins.load_plugins", "the doctor"),
     Symbol("sglang.srt.server_args.ServerArgs", "the doctor"),
@@ -364,6 +370,36 @@ SYMBOLS = (
         ("server_args",),
     ),
     Symbol("sglang.srt.entrypoints.http_server.app", "answering bad requests"),
+    Symbol("sglang.srt.plugins.hook_registry.HookType.BEFORE", "answering bad requests"),
+    Symbol(
+        "sglang.srt.configs.model_config.ModelConfig.__init__",
+        "reading config.json",
+        ("quantization",),
+    ),
+    Symbol(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._init_req_state",
+        "answering bad requests",
+        ("obj",),
+    ),
+    Symbol("sglang.srt.managers.embed_types.PositionalEmbeds", "answering bad requests"),
+    Symbol(
+        "sglang.srt.entrypoints.anthropic.serving.AnthropicServing.handle_messages",
+        "answering bad requests",
+        ("request", "raw_request"),
+    ),
+    Symbol(
+        "sglang.srt.entrypoints.anthropic.serving.AnthropicServing.handle_count_tokens",
+        "answering bad requests",
+        ("request", "raw_request"),
+    ),
+    Symbol(
+        "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._error_response",
+        "answering bad requests",
+        ("status_code", "error_type", "message"),
+    ),
+    Symbol("sglang.srt.configs.load_config.LoadFormat", "refusing weights that do not fit"),
+    Symbol("sglang.srt.managers.io_struct.SessionParams", "answering bad requests"),
+    Symbol("sglang.srt.runtime_context.get_observability", "answering bad requests"),
     Symbol(
         "sglang.srt.arg_groups.model_override_base.model_config_of",
         "stopping before weights load when the port is taken",

@@ -11,7 +11,7 @@ from sglang_m3.attention import metrics, pool, workspace, wrapper
 from sglang_m3.config import merge
 from sglang_m3.models import register as models
 from sglang_m3.models import updates
-from sglang_m3.parsing import requests, tool_choice
+from sglang_m3.parsing import replies, requests, tool_choice
 from sglang_m3.platforms import cpu_experts, cpu_pool
 from sglang_m3.quantization import dummy
 from sglang_m3.speculation import chain
@@ -40,10 +40,12 @@ EVERYWHERE = (
         dummy.around_initialize_dummy_weights,
         HookType.AROUND,
     ),
+    *replies.HOOKS,
     *requests.HOOKS,
     *tool_choice.HOOKS,
     *admission.HOOKS,
     ("sglang.srt.utils.hf_transformers.config.get_config", merge.around_get_config, HookType.AROUND),
+    ("sglang.srt.configs.model_config.ModelConfig.__init__", merge.around_model_config, HookType.AROUND),
 )
 """(target, hook, type). Each acts for M3 models only."""
 
@@ -81,7 +83,7 @@ WITHOUT_GPU = (
 
 def _active() -> tuple[tuple[str, object, HookType], ...]:
     # Only the process that was started by the user listens, and its target's module is slow to import.
-    listening = ports.HOOKS if multiprocessing.parent_process() is None else ()
+    listening = ports.HOOKS + admission.LISTENING if multiprocessing.parent_process() is None else ()
     return EVERYWHERE + listening + (WITHOUT_GPU if hardware.target() == "cpu" else ON_HOPPER)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from pathlib import Path
 from typing import Any
 
 from m3_kernels.rows import BLOCK_TOKENS
@@ -47,7 +46,11 @@ NOT_YET = {
     "attn_cp_size": (1,),
     "dcp_size": (1,),
     "enable_prefill_cp": (False,),
+    # A sum of attention may differ in its last bit with the batch; blocks and their scores do not.
+    "enable_deterministic_inference": (False,),
     "is_embedding": (False,),
+    # SGLang loads no plugins in further tokenizer processes.
+    "tokenizer_worker_num": (1,),
 }
 """Server argument -> the values that work with the plugin."""
 
@@ -101,6 +104,7 @@ def provide(server_args: Any, hf_config: Any) -> dict[str, Any]:
     if target == "sm90" and quantization in SERVED_BY_SGLANG:
         logger.info("sglang-m3: on Hopper %s is SGLang's own, and left to it.", quantization)
         return {}
+    _check_declared(quantization, hf_config)
     answer = _serve_mxfp8(args) if quantization in SERVED else {}
     if quantization is not None and not answer:
         raise UnsupportedError(
@@ -108,7 +112,7 @@ def provide(server_args: Any, hf_config: Any) -> dict[str, Any]:
             "serve the BF16 checkpoint, without --quantization or with --quantization mxfp8"
         )
     _check_checkpoint(hf_config)
-    _check_weight_files(args)
+    checkpoint.check_local(args.model_path, args.load_format)
     _check_chunks(args, target)
     _refuse(args, NOT_YET, "with sglang-m3 yet")
     _check_ranks(args)
@@ -155,18 +159,21 @@ def _quantization(server_args: Any, hf_config: Any) -> str | None:
     return _resolve_quant_method(hf_config)
 
 
+def _check_declared(quantization: str | None, hf_config: Any) -> None:
+    from sglang.srt.arg_groups.model_overrides.minimax_m3 import _resolve_quant_method
+
+    declared = _resolve_quant_method(hf_config)
+    if quantization in SERVED and declared in SERVED_BY_SGLANG:
+        raise UnsupportedError(
+            f"--quantization {quantization}: this checkpoint's weights are {declared}; leave the flag out"
+        )
+
+
 def _check_checkpoint(hf_config: Any) -> None:
     try:
         M3Config.read(hf_config)
     except ConfigError as error:
         raise UnsupportedError(f"this checkpoint's config.json: {error}") from error
-
-
-def _check_weight_files(args: Any) -> None:
-    """A checkpoint that is here must be whole; one that is to be downloaded cannot be checked yet."""
-    folder = Path(args.model_path)
-    if args.load_format in ("auto", "safetensors") and any(folder.glob("*.safetensors*")):
-        checkpoint.check_files(folder)
 
 
 def _check_chunks(args: Any, target: hardware.Target) -> None:
@@ -198,11 +205,18 @@ def _check_ranks(args: Any) -> None:
 
 
 def _check_graphs(args: Any) -> None:
-    if args.cuda_graph_backend_prefill == "full":
+    decode, prefill = args.cuda_graph_config.decode, args.cuda_graph_config.prefill
+    if prefill.backend == "full":
         raise UnsupportedError(
             "--cuda-graph-backend-prefill full is not supported with sglang-m3 yet; leave the flag out"
         )
-    if settings.read().record_blocks is not None and not args.disable_cuda_graph:
+    chunk, largest = args.chunked_prefill_size, max([prefill.max_bs or 0, *(prefill.bs or ())])
+    if prefill.backend != "disabled" and chunk is not None and largest > chunk:
+        raise UnsupportedError(
+            f"a prefill graph of {largest} tokens is larger than any step, --chunked-prefill-size {chunk}; "
+            f"pass --cuda-graph-max-bs-prefill {chunk}, or no larger --cuda-graph-bs-prefill"
+        )
+    if settings.read().record_blocks is not None and {decode.backend, prefill.backend} != {"disabled"}:
         raise UnsupportedError("SGLANG_M3_RECORD_BLOCKS needs --disable-cuda-graph on a GPU; add the flag")
 
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolving_view
-from sglang.srt.configs.model_config import is_minimax_sparse
 from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_m3.attention.parameters import serves
 
 
 class PortTakenError(OSError):
@@ -36,7 +37,7 @@ def check_port(host: str, port: int) -> None:
 def around_launch_server(original: Callable[..., Any], server_args: Any, *args: Any, **kwargs: Any) -> Any:
     """Around the start of an HTTP server; engines without one do not come here."""
     view = resolving_view(server_args)
-    if is_minimax_sparse(model_config_of(server_args).hf_config):
+    if serves(model_config_of(server_args)):
         check_port(view.host, view.port)
     return original(server_args, *args, **kwargs)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from sglang.srt.arg_groups import model_override_base
 from sglang.srt.arg_groups.model_override_base import resolving_view
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
 from sglang_m3 import hardware, overrides
 from sglang_m3.tiny import TinyConfig, build
@@ -27,8 +28,7 @@ DEFAULTS = {
     "_quantization_explicitly_unset": False,
     **{name: values[0] for name, values in overrides.NOT_YET.items()},
     "enable_dynamic_chunking": False,
-    "cuda_graph_backend_prefill": None,
-    "disable_cuda_graph": False,
+    "cuda_graph_config": CudaGraphConfig(prefill=PhaseConfig(backend="breakable")),
     "dtype": "auto",
     "attention_backend": None,
     "prefill_attention_backend": None,
@@ -41,6 +41,10 @@ DEFAULTS = {
     "moe_runner_backend": "auto",
     "moe_a2a_backend": "none",
 }
+
+
+def prefill_graphs(backend: str = "breakable", **sizes: Any) -> dict[str, Any]:
+    return {"cuda_graph_config": CudaGraphConfig(prefill=PhaseConfig(backend, **sizes))}
 
 
 def config(**sparse: Any) -> SimpleNamespace:
@@ -84,6 +88,9 @@ def test_page_size_128_is_set_without_the_flag_and_accepted_with_it(target: str)
         ({"enable_hisparse": True}, r"--enable-hisparse .*leave the flag out"),
         ({"enable_two_batch_overlap": True}, r"--enable-two-batch-overlap .*leave the flag out"),
         ({"enable_lora": True}, r"--enable-lora .*leave the flag out"),
+        ({"lora_paths": ["a=b"]}, r"--lora-paths .*leave the flag out"),
+        ({"enable_dp_attention": True}, r"--enable-dp-attention .*leave the flag out"),
+        ({"tokenizer_worker_num": 2}, r"--tokenizer-worker-num 2 .*leave the flag out"),
         ({"moe_a2a_backend": "deepep"}, r"--moe-a2a-backend deepep .*leave the flag out"),
         ({"attn_cp_size": 2}, r"--attn-cp-size 2 .*leave the flag out"),
         ({"tp_size": 2, "pp_size": 2}, r"--tp-size 2 with --pp-size 2 has not been tried .*use one of them"),
@@ -145,7 +152,9 @@ def test_what_needs_a_gpu_is_refused_without_one(
         ),
         ({"dtype": "float32"}, r"--dtype float32 .*on Hopper"),
         ({"chunked_prefill_size": -1}, r"--chunked-prefill-size -1: .*pass 8192"),
-        ({"cuda_graph_backend_prefill": "full"}, r"--cuda-graph-backend-prefill full"),
+        (prefill_graphs(backend="full"), r"--cuda-graph-backend-prefill full"),
+        (prefill_graphs(max_bs=16384), r"16384 tokens .*pass --cuda-graph-max-bs-prefill 8192"),
+        (prefill_graphs(bs=[512, 8320]), r"8320 tokens .*--cuda-graph-bs-prefill"),
     ],
     ids=str,
 )
@@ -162,6 +171,9 @@ def test_what_the_kernels_do_not_do_is_refused_on_hopper(
     [
         {"kv_cache_dtype": "fp8_e4m3"},
         {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1},
+        prefill_graphs(max_bs=8192, bs=[512, 8192]),
+        prefill_graphs(bs=[512, 8320]) | {"chunked_prefill_size": 16384},
+        prefill_graphs("disabled", max_bs=16384),
     ],
     ids=str,
 )
@@ -184,9 +196,11 @@ def test_another_dtype_of_index_keys_is_refused_without_a_gpu(
 def test_recording_under_cuda_graphs_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(hardware, "target", lambda: "sm90")
     monkeypatch.setenv("SGLANG_M3_RECORD_BLOCKS", str(tmp_path))
-    with pytest.raises(overrides.UnsupportedError, match="--disable-cuda-graph"):
-        provide()
-    assert provide(disable_cuda_graph=True)["page_size"] == 128
+    off = PhaseConfig("disabled")
+    for graphs in ({}, {"cuda_graph_config": CudaGraphConfig(decode=off, prefill=PhaseConfig("breakable"))}):
+        with pytest.raises(overrides.UnsupportedError, match="--disable-cuda-graph"):
+            provide(**graphs)
+    assert provide(cuda_graph_config=CudaGraphConfig(decode=off, prefill=off))["page_size"] == 128
 
 
 def test_the_environment_of_a_server_without_a_gpu_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,6 +293,19 @@ def test_quantisations_that_sglang_serves_on_hopper_are_left_alone(
     monkeypatch.setattr(hardware, "target", lambda: "cpu")
     with pytest.raises(overrides.UnsupportedError, match=quantization):
         provide(quantization=quantization)
+
+
+@pytest.mark.parametrize("target", ["sm90"], indirect=True)
+def test_weights_in_another_format_are_not_taken_for_mxfp8(target: str) -> None:
+    declared = config()
+    declared.quantization_config = {
+        "quant_method": "mxfp8",
+        "moe_quant_algo": "NVFP4",
+        "moe_quant_format": "nvfp4-pack-quantized",
+    }
+    assert provide(declared) == {}
+    with pytest.raises(overrides.UnsupportedError, match=r"--quantization mxfp8: .*minimax_m3_nvfp4; leave"):
+        provide(declared, quantization="mxfp8")
 
 
 def test_other_hardware_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ def taken() -> Iterator[int]:
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, architecture: str, port: int) -> list[Any]:
-    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]), quantization=None)
     monkeypatch.setattr(ports, "model_config_of", lambda _: config)
     calls: list[Any] = []
     args = SimpleNamespace(host="127.0.0.1", port=port)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -85,16 +85,7 @@ class Workspaces:
 
 def bytes_needed(shape: StepShape) -> tuple[int, int, int]:
     """Bytes for plan, choice and attention of any step up to `shape`."""
-    return (
-        workspace_bytes.plan_prefix(shape.rows, shape.requests),
-        workspace_bytes.choose_blocks(shape.rows, shape.index_heads, shape.blocks),
-        max(
-            workspace_bytes.attend_blocks(
-                shape.rows, shape.q_heads, shape.kv_heads, shape.head_dim, topk=topk, pages=shape.pages
-            )
-            for topk in (shape.topk, None)
-        ),
-    )
+    return workspace_bytes.step(**asdict(shape))
 
 
 def around_profile_available_bytes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import difflib
 import json
@@ -15,6 +16,9 @@ from sglang_m3.config.fields import ConfigError, describe
 from sglang_m3.config.m3 import M3Config, as_mapping
 
 _FLAG = "--json-model-override-args"
+
+_QUANTIZATION: contextvars.ContextVar[str | None] = contextvars.ContextVar("--quantization", default=None)
+"""The flag, while SGLang makes a model's configuration."""
 
 _NAMES: dict[str, list[str]] = json.loads(Path(__file__).with_name("names.json").read_text())
 """Names of MiniMax-M3's fields by the object that they belong to, SGLang's and transformers' alike."""
@@ -108,6 +112,15 @@ def _all_names(tree: dict[str, Any]) -> set[str]:
     return set(tree).union(*(_all_names(inner) for inner in tree.values() if inner))
 
 
+def around_model_config(original: Callable[..., None], config: Any, *args: Any, **kwargs: Any) -> None:
+    """Around `ModelConfig.__init__`, which does not tell `get_config` what `--quantization` is."""
+    token = _QUANTIZATION.set(kwargs.get("quantization"))
+    try:
+        original(config, *args, **kwargs)
+    finally:
+        _QUANTIZATION.reset(token)
+
+
 def around_get_config(
     original: Callable[..., Any],
     model: str,
@@ -149,7 +162,8 @@ def _is_ours(config: Any) -> bool:
     target = hardware.target()
     if target is None or not set(getattr(config, "architectures", None) or ()) & set(M3_ARCHITECTURES):
         return False
-    return target != "sm90" or _resolve_quant_method(config) not in SERVED_BY_SGLANG
+    quantization = _QUANTIZATION.get() or _resolve_quant_method(config)
+    return target != "sm90" or quantization not in SERVED_BY_SGLANG
 
 
 def _assign(config: Any, values: Mapping[str, Any], names: set[str]) -> None:

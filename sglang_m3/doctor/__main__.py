@@ -92,6 +92,8 @@ def _text(diagnosis: Any) -> str:
         lines += [f"    {name:<16} {size / 2**30:9.2f}" for name, size in asdict(memory.weights).items()]
         lines += [
             f"    {'weights':<16} {memory.weights.total / 2**30:9.2f}",
+            f"    {'rotary table':<16} {memory.rotary_table / 2**30:9.2f}",
+            f"    {'vision cache':<16} {memory.vision_cache / 2**30:9.2f}",
             f"    {'workspaces':<16} {memory.workspaces / 2**30:9.2f}",
             f"    {'cache':<16} {memory.cache / 2**30:9.2f}   {memory.tokens:,} tokens of "
             f"{memory.kv_per_token:,} bytes of K and V and {memory.index_per_token:,} of index keys",

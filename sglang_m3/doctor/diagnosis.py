@@ -198,10 +198,11 @@ def _judge(
     assert resolution.config is not None
     gib = 2**30
     if memory.tokens == 0:
-        budget = memory.cache + memory.workspaces + memory.weights.total
-        remedy = "use more GPUs" if weights == "mxfp8" else "use more GPUs or the MXFP8 checkpoint"
+        budget = memory.cache + memory.static
+        more = "a machine with more memory" if machine.gpu is None else "more GPUs"
+        remedy = f"use {more}" if weights == "mxfp8" else f"use {more} or the MXFP8 checkpoint"
         problems.append(
-            f"{(memory.weights.total + memory.workspaces) / gib:.1f} GiB of weights and workspaces leave no "
+            f"{memory.static / gib:.1f} GiB of weights, tables and workspaces leave no "
             f"room for the cache in one rank's {budget / gib:.1f} GiB (--mem-fraction-static): {remedy}"
         )
         return
@@ -235,12 +236,12 @@ def _operators(machine: Machine, view: Any, weights: str | None, left_to_sglang:
         name: f"m3_kernels.{name}, {kind}"
         for name in ("plan_prefix", "choose_blocks", "attend_blocks", "store_tokens")
     }
-    quantized = weights == "mxfp8"
+    on_gpu, quantized = machine.target == "sm90", weights == "mxfp8"
+    dense = getattr(view, "prefill_attention_backend", None) or view.attention_backend
+    others = f"SGLang's {dense}"
     asked = settings.read(os.environ).mxfp8
     fast = asked == "fast" or (asked == "auto" and view.moe_runner_backend == "deep_gemm")
-    many = (
-        "DeepGEMM with FP8 activations for many tokens, for few " if fast and machine.target == "sm90" else ""
-    )
+    many = "DeepGEMM with FP8 activations for many tokens, for few " if fast and on_gpu else ""
     experts = (
         "SGLang's native experts with M3's activation"
         if machine.target == "cpu"
@@ -248,10 +249,9 @@ def _operators(machine: Machine, view: Any, weights: str | None, left_to_sglang:
     )
     return {
         **{f"sparse layers: {name}": value for name, value in ours.items()},
-        "dense layers: prefill": f"SGLang's {view.attention_backend}",
-        "dense layers: decode": ours["attend_blocks"]
-        if machine.target == "sm90"
-        else f"SGLang's {view.attention_backend}",
+        # As `attention.hybrid` decides.
+        "dense layers: prefill": ours["attend_blocks"] if on_gpu and dense == "triton" else others,
+        "dense layers: decode": ours["attend_blocks"] if on_gpu else others,
         "experts": many + f"m3_kernels.mxfp8_experts, {kind}" if quantized else experts,
         "linear layers": many + f"m3_kernels.mxfp8_linear, {kind}"
         if quantized

@@ -18,6 +18,9 @@ WeightFormat = Literal["bfloat16", "float32", "mxfp8"]
 MXFP8_BYTES = 1 + 1 / 32
 """Bytes of a weight: an e4m3 value, and its share of the scale of 32 values."""
 
+VISION_CACHE_BYTES = 100 * 2**20
+"""What SGLang keeps for media beside the cache (`SGLANG_VLM_CACHE_SIZE_MB`)."""
+
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "fp8_e4m3": 1}
 
 
@@ -99,7 +102,9 @@ class RankMemory:
     Attributes:
         weights: see `WeightBytes`.
         kv_per_token, index_per_token: bytes of a cached token.
-        workspaces: scratch memory of the operators.
+        rotary_table: cosines and sines of every position, one float32 table for all layers.
+    vision_cache: what SGLang keeps for media, 0 for a text-only model.
+    workspaces: scratch memory of the operators.
         cache: bytes left for cached tokens, negative where not even the weights fit.
         tokens: cached tokens that fit, in whole pages.
     """
@@ -107,9 +112,16 @@ class RankMemory:
     weights: WeightBytes
     kv_per_token: int
     index_per_token: int
+    rotary_table: int
+    vision_cache: int
     workspaces: int
     cache: int
     tokens: int
+
+    @property
+    def static(self) -> int:
+        """Everything that the cache shares `--mem-fraction-static` with."""
+        return self.weights.total + self.rotary_table + self.vision_cache + self.workspaces
 
 
 def check_division(config: M3Config, parallel: Parallel) -> list[str]:
@@ -204,19 +216,18 @@ def index_bytes_per_token(config: M3Config, parallel: Parallel, element_bytes: i
 def operator_workspaces(config: M3Config, parallel: Parallel, step: StepSizes, pages: int) -> int:
     """Scratch memory of the sm90 operators for steps up to `step` over `pages` pages of the cache."""
     kv_heads = kv_heads_per_rank(config, parallel)
-    q_heads = config.num_attention_heads // parallel.attention_tp
-    decode_rows = step.requests * max(1, step.draft_tokens)
-    rows = max(step.rows, decode_rows)
-    blocks = -(-(step.context_tokens + step.draft_tokens) // BLOCK_TOKENS)
-    return (
-        workspace_bytes.plan_prefix(rows, step.requests)
-        + workspace_bytes.choose_blocks(rows, kv_heads, blocks)
-        + max(
-            workspace_bytes.attend_blocks(rows, q_heads, kv_heads, config.head_dim, topk=topk, pages=pages)
-            # Dense layers attend through the operator, too.
-            for topk in (config.topk_blocks, None)
-        )
+    sizes = workspace_bytes.step(
+        rows=max(step.rows, step.requests * max(1, step.draft_tokens)),
+        requests=step.requests,
+        blocks=-(-(step.context_tokens + step.draft_tokens) // BLOCK_TOKENS),
+        pages=pages,
+        q_heads=config.num_attention_heads // parallel.attention_tp,
+        kv_heads=kv_heads,
+        index_heads=kv_heads,
+        head_dim=config.head_dim,
+        topk=config.topk_blocks,
     )
+    return sum(sizes)
 
 
 def rank_memory(
@@ -238,10 +249,14 @@ def rank_memory(
     loaded = weight_bytes(config, parallel, weights)
     kv = kv_bytes_per_token(config, parallel, kv_element_bytes)
     index = index_bytes_per_token(config, parallel, index_element_bytes)
-    cache = int(free_bytes * static_fraction) - loaded.total
+    rotary = config.max_position_embeddings * config.rope.rotary_dim * ELEMENT_BYTES["float32"]
+    vision = VISION_CACHE_BYTES if config.vision is not None else 0
+    cache = int(free_bytes * static_fraction) - loaded.total - rotary - vision
     scratch = 0
     if step is not None and cache > 0:
-        scratch = operator_workspaces(config, parallel, step, cache // ((kv + index) * BLOCK_TOKENS))
+        # As many pages as a server takes for its bound (`attention.workspace`).
+        pages = cache // (BLOCK_TOKENS * 2 * 2 * config.head_dim)
+        scratch = operator_workspaces(config, parallel, step, pages)
         cache -= scratch
     tokens = max(0, cache) // (kv + index) // BLOCK_TOKENS * BLOCK_TOKENS
-    return RankMemory(loaded, kv, index, scratch, cache, tokens)
+    return RankMemory(loaded, kv, index, rotary, vision, scratch, cache, tokens)

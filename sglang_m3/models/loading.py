@@ -20,6 +20,9 @@ NAMES_SHOWN = 20
 """Names of one kind that an error lists; it counts the rest."""
 
 
+_UNQUANTISED = "but the server is not set to a quantisation"
+
+
 class WeightError(ValueError):
     """Tensors that do not fit the model; the message lists their names by what is wrong with them."""
 
@@ -28,19 +31,21 @@ class WeightError(ValueError):
 class Account:
     """What has become of the tensors of one `load_weights` call.
 
+    All ranks get all tensors and come to the same result, whatever parameters they have.
+
     Attributes:
+        quantised: whether the server keeps weights quantised.
         used: name -> dtype of every tensor that fits.
         problems: what is wrong -> names, with what was found where that helps.
         drafts: tensors of draft heads, which are skipped.
     """
 
+    quantised: bool = False
     used: dict[str, torch.dtype] = field(default_factory=dict)
     problems: dict[str, list[str]] = field(default_factory=dict)
     drafts: int = 0
 
-    def enter(
-        self, weights: WeightMap, parameters: Mapping[str, Parameter], name: str, tensor: Tensor
-    ) -> bool:
+    def enter(self, weights: WeightMap, name: str, tensor: Tensor) -> bool:
         """Account for one tensor. True: it fits, and is to be copied if its parameter is on this rank."""
         if DRAFT_TENSORS.match(name):
             self.drafts += 1
@@ -53,10 +58,9 @@ class Account:
         self.used[name] = tensor.dtype
         if tuple(tensor.shape) != to.shape:
             return self._fail("misshapen", f"{name} is {_shape(tensor.shape)}, not {_shape(to.shape)}")
-        unscaled = to.parameter.removesuffix(SCALE_SUFFIX)
-        quantised = f"{unscaled}{SCALE_SUFFIX}" in parameters
-        if unscaled in parameters and not quantised and tensor.dtype in (torch.float8_e4m3fn, torch.uint8):
-            return self._fail("quantised, but the server is not set to a quantisation", name)
+        if tensor.dtype in (torch.float8_e4m3fn, torch.uint8) and not (self.quantised and to.quantisable):
+            wrong = "which M3's format does not have" if self.quantised else _UNQUANTISED
+            return self._fail(f"quantised, {wrong}", name)
         return True
 
     def close(self, weights: WeightMap, *, complete: bool) -> None:
@@ -119,15 +123,15 @@ def load(
     Raises:
         WeightError: see `Account.close`.
     """
-    account = Account()
+    account = Account(quantised=any(name.endswith(SCALE_SUFFIX) for name in parameters))
     if isinstance(tensors, list | tuple):
-        fitting = [(n, tensor) for n, tensor in tensors if account.enter(weights, parameters, n, tensor)]
+        fitting = [(n, tensor) for n, tensor in tensors if account.enter(weights, n, tensor)]
         account.close(weights, complete=complete)
         for name, tensor in fitting:
             _copy(find(weights, name), parameters, tensor)
     else:
         for name, tensor in tensors:
-            if account.enter(weights, parameters, name, tensor) and not account.problems:
+            if account.enter(weights, name, tensor) and not account.problems:
                 _copy(find(weights, name), parameters, tensor)
         account.close(weights, complete=complete)
     if account.drafts:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
+from m3_kernels.reference.quantize_mxfp8 import VALUES_PER_SCALE
+
 from sglang_m3.config import M3Config, VisionConfig
 
 SCALE_SUFFIX = "_scale_inv"
 """Appended to the name of an MXFP8 weight: the name of its scales, in checkpoints and parameters alike."""
-
-VALUES_PER_SCALE = 32
 
 DRAFT_TENSORS = re.compile(r"(language_model\.)?(model\.)?(mtp|dspark)\.")
 """Draft heads that a checkpoint may bring along; the main model has no place for them."""
@@ -33,6 +33,16 @@ class Destination:
     shape: tuple[int, ...]
     shard: str | int | None = None
     expert: int | None = None
+
+    @property
+    def quantisable(self) -> bool:
+        """Whether the weight, or the weight of these scales, is a linear layer's or an expert's."""
+        layer = self.parameter.removesuffix(SCALE_SUFFIX)
+        return (
+            layer.startswith("model.layers.")
+            and len(self.shape) == 2
+            and not layer.endswith(".mlp.gate.weight")
+        )
 
     def scales(self) -> Destination:
         """Where the scales of an MXFP8 weight go: one per 32 values of the last dimension."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_m3.config import ConfigError, M3Config
+from sglang_m3.models.weight_map import checkpoint_weights, value_count
 from tests.config.test_m3_config import by_transformers, flat, nested
 
 MUTATED = 10_000
@@ -83,6 +84,7 @@ def check(read: M3Config) -> None:
     assert read.rope.rotary_dim % 2 == 0 and 0 < read.rope.rotary_dim <= read.head_dim
     assert read.num_experts_per_tok <= read.num_local_experts
     assert read.dense_intermediate_size or len(read.moe_layers) == read.num_hidden_layers
+    assert value_count(checkpoint_weights(read)) > read.vocab_size * read.hidden_size
     again = M3Config.read({"architectures": ["MiniMaxM3SparseForCausalLM"], **read.text_fields()})
     assert (again.rope.rotary_dim, again.sparse_layers) == (read.rope.rotary_dim, read.sparse_layers)
 

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 
 from sglang_m3 import hardware
 from sglang_m3.config import ConfigError, M3Config
-from sglang_m3.config.merge import around_get_config, merge
+from sglang_m3.config.merge import around_get_config, around_model_config, merge
 from tests.config.test_m3_config import by_transformers, flat, nested
 
 
@@ -192,3 +192,18 @@ def test_a_quantisation_left_to_sglang_is_read_by_sglang_alone(monkeypatch: pyte
         architectures=["MiniMaxM3SparseForConditionalGeneration"], quantization_config=declared
     )
     assert around_get_config(lambda *_, **__: config, "path", True) is config
+
+
+def test_the_flag_decides_what_is_left_to_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang makes a model's configuration knowing `--quantization`; its reading of config.json does not."""
+    monkeypatch.setattr(hardware, "target", lambda: "sm90")
+    read: dict[str | None, bool] = {}
+
+    def model_config(_: Any, path: str, *, quantization: str | None) -> None:
+        config = PretrainedConfig(**nested())
+        again = around_get_config(lambda *_, **__: config, path, True)
+        read[quantization] = again is not config
+
+    for quantization in (None, "mxfp8", "minimax_m3_nvfp4", "modelopt_mixed"):
+        around_model_config(model_config, None, "path", quantization=quantization)
+    assert read == {None: True, "mxfp8": True, "minimax_m3_nvfp4": False, "modelopt_mixed": False}

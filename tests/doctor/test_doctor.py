@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from bench_serving import one_rank
 from sglang_m3 import hardware
 from sglang_m3.config import M3Config
-from sglang_m3.doctor import published
+from sglang_m3.doctor import machine, published
 from sglang_m3.doctor.diagnosis import Diagnosis, diagnose
 from sglang_m3.doctor.machine import named
 from sglang_m3.doctor.resolve import Resolution
@@ -41,6 +42,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "three ranks": ("--as", "h200x8", "--tp-size", "3"),
     "nvfp4 on b200": ("--as", "b200x8", *NODE, "--model-path", "nvidia/MiniMax-M3-NVFP4"),
     "m3.1 on h200": ("--as", "h200x8", *NODE, "--model-path", "MiniMaxAI/MiniMax-M3.1-Flash"),
+    "cpu": ("--as", "cpu"),
     "unknown flag": ("--as", "h200x8", "--tpsize", "8"),
 }
 
@@ -93,6 +95,7 @@ def test_the_bf16_checkpoint_on_eight_h200(answers: dict[str, tuple[int, str]]) 
         "ep_size",
     }
     assert "sm90" in answer["operators"]["sparse layers: choose_blocks"]
+    assert resolved["cuda_graph_config"]["prefill"]["backend"] == "breakable"
     assert answer["memory"]["weights"]["experts"] == 128 * 3 * 6144 * 3072 * 57 * 2 // 8
     assert answer["memory"]["tokens"] > 200_000
     assert any("longest request" in note for note in answer["notes"])
@@ -154,6 +157,14 @@ def test_what_is_left_to_sglang_is_said(answers: dict[str, tuple[int, str]]) -> 
 
 
 @pytest.mark.long
+def test_a_machine_without_a_gpu_can_be_named(answers: dict[str, tuple[int, str]]) -> None:
+    answer = said(answers, "cpu")
+    resolved = {name: value["resolved"] for name, value in answer["flags"].items()}
+    assert (resolved["attention_backend"], resolved["page_size"]) == ("torch_native", 128)
+    assert "reference" in answer["operators"]["sparse layers: choose_blocks"]
+
+
+@pytest.mark.long
 def test_people_read_the_same_and_programs_get_an_exit_status(answers: dict[str, tuple[int, str]]) -> None:
     status, text = answers["text"]
     assert status == 0
@@ -208,6 +219,12 @@ def test_sizes_that_cannot_work_are_problems(flags: dict[str, Any], words: str) 
     assert any(words in problem for problem in problems), problems
 
 
+def test_without_a_gpu_the_remedy_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_host_memory", lambda: 2**34)
+    (problem,) = judged("cpu", RELEASED).problems
+    assert "no room for the cache" in problem and "use a machine with more memory" in problem
+
+
 def test_sizes_that_work_are_none() -> None:
     assert judged("h200x8", RELEASED, tp_size=8, ep_size=8).starts
     assert judged("h200x4", RELEASED, tp_size=8, nnodes=2).starts
@@ -218,6 +235,17 @@ def test_an_error_of_the_resolution_is_the_problem_and_leaves_operators_out() ->
     assert diagnosis.problems == ["what SGLang says"] and diagnosis.operators == {}
 
 
+@pytest.mark.parametrize(("backend", "prefill"), [("triton", "attend_blocks"), ("fa3", "SGLang's fa3")])
+def test_dense_layers_prefill_by_the_operator_where_triton_would(backend: str, prefill: str) -> None:
+    small = {"tp_size": 8, "chunked_prefill_size": 128}
+    operators = judged("h200x8", RELEASED, attention_backend=backend, **small).operators
+    assert prefill in operators["dense layers: prefill"]
+    assert "attend_blocks" in operators["dense layers: decode"]
+    operators = judged("cpu", RELEASED, attention_backend="torch_native", **small).operators
+    for phase in ("prefill", "decode"):
+        assert operators[f"dense layers: {phase}"] == "SGLang's torch_native"
+
+
 def test_element_sizes_follow_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = judged("h200x8", RELEASED, tp_size=8).memory
     monkeypatch.setenv("SGLANG_M3_INDEX_DTYPE", "fp8_e4m3")
@@ -226,6 +254,30 @@ def test_element_sizes_follow_the_flags(monkeypatch: pytest.MonkeyPatch) -> None
     assert (plain.kv_per_token, small.kv_per_token) == (30_720, 15_360)
     assert (plain.index_per_token, small.index_per_token) == (14_592, 7_296)
     assert small.weights.experts * 64 == plain.weights.experts * 33
+
+
+def test_memory_is_that_of_a_server_that_ran() -> None:
+    """SGLang 0.5.23 with the plugin on one H200, one rank of eight in BF16 (`bench_serving.one_rank --of 8`),
+    `--mem-fraction-static 0.85 --chunked-prefill-size 8192 --max-running-requests 32 --page-size 128
+    --context-length 131072 --load-format dummy`: what its log said, in GiB where SGLang writes GB."""
+    config = M3Config.read(one_rank.config(one_rank.Rank(of=8)))
+    memory = judged(
+        "h200x1", config, mem_fraction_static=0.85, max_running_requests=32, context_length=131_072
+    ).memory
+    assert memory is not None
+    keys = config.num_hidden_layers * config.head_dim * 2
+    said = {
+        "weights": (100.215, (memory.weights.total + memory.rotary_table) / 2**30),
+        "vision cache": (0.10, memory.vision_cache / 2**30),
+        "tokens": (417_280, memory.tokens),
+        "keys": (5.97, memory.tokens * keys / 2**30),
+        "keys and values": (2 * 5.97, memory.tokens * memory.kv_per_token / 2**30),
+        "index keys": (5.67, memory.tokens * memory.index_per_token / 2**30),
+    }
+    for what, (measured, predicted) in said.items():
+        assert predicted == pytest.approx(measured, rel=0.03 if what == "vision cache" else 0.01), what
+    assert named("h200x1").free_bytes / 2**30 == pytest.approx(139.09, abs=0.01)
+    assert 0 < memory.workspaces < 0.4 * 2**30
 
 
 @pytest.mark.parametrize("name", ["h200", "h200x0", "a100x8", "H200x8", ""])

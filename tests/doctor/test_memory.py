@@ -97,7 +97,7 @@ def test_a_node_of_h200_holds_ten_times_the_context_in_mxfp8_at_the_published_fr
         assert memory.tokens % 128 == 0
         per_token = memory.kv_per_token + memory.index_per_token
         assert 0 <= memory.cache - memory.tokens * per_token < 128 * per_token
-        assert memory.cache + memory.workspaces + memory.weights.total == int(H200 * 0.8)
+        assert memory.cache + memory.static == int(H200 * 0.8)
 
 
 @pytest.mark.parametrize("parallel", [Parallel(1), Parallel(8), Parallel(8, attention_dp=2)], ids=str)

@@ -54,14 +54,18 @@ def transformers(checkpoint: Path) -> oracle.Model:
 
 
 @pytest.fixture
-def model(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
+def model(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Model]:
+    """In float32, or in the dtype that a test asks for."""
     if hardware.target() != "cpu":
         pytest.skip("layers are built for the CPU")
+    dtype = getattr(request, "param", torch.float32)
     # The plugin's hook on SGLang's native experts, which a process without plugins does not have.
     experts = functools.partial(cpu_experts.around_moe_forward_native, fused_moe_native.moe_forward_native)
     monkeypatch.setattr(fused_moe_native, "moe_forward_native", experts)
-    with as_rank(checkpoint) as config:
-        model = build(config)
+    with as_rank(checkpoint, dtype=str(dtype).removeprefix("torch.")) as config:
+        model = build(config, dtype)
         model.load_weights(tensors(checkpoint))
         yield model
 
@@ -103,6 +107,28 @@ def test_the_tokens_own_embeddings_give_the_same_bits(model: Model, ids: Tensor)
     embeddings = model.get_input_embeddings()(ids)
     by_ids, by_embeddings = forward(model, ids), forward(model, torch.zeros_like(ids), embeddings)
     assert torch.equal(by_ids.next_token_logits, by_embeddings.next_token_logits)
+
+
+@pytest.mark.parametrize("given", (torch.bfloat16, torch.float32), ids=str)
+@pytest.mark.parametrize("model", [torch.bfloat16], indirect=True, ids=str)
+@torch.no_grad()
+def test_embeddings_that_no_token_has_give_the_oracles_distribution_in_bfloat16(
+    model: Model, transformers: oracle.Model, ids: Tensor, given: torch.dtype
+) -> None:
+    table = transformers.get_input_embeddings().weight
+    assert model.get_input_embeddings().weight.dtype == torch.bfloat16
+    # Each the mean of two tokens', in bfloat16's numbers whatever dtype they come in.
+    embeddings = ((table[ids] + table[ids.flip(0)]) / 2).bfloat16().to(given)
+    want, of_tokens = (
+        transformers(inputs_embeds=rows[None].float(), input_ids=None, use_cache=False)
+        .logits[0, -1]
+        .log_softmax(-1)
+        for rows in (embeddings, table[ids])
+    )
+    got = forward(model, torch.zeros_like(ids), embeddings).next_token_logits[0].float().log_softmax(-1)
+    divergence, apart = ((want.exp() * (want - other)).sum() for other in (got, of_tokens))
+    print(f"KL in nats: {divergence:.5f}; of the tokens' own embeddings {apart:.3f}")
+    assert divergence < 0.005 and apart > 0.1
 
 
 @pytest.mark.parametrize("layers", ([0], [2, 1, 4], [3, 5], None), ids=str)

@@ -220,8 +220,24 @@ def test_a_quantised_weight_comes_with_its_scales_and_no_other_does(
 def test_a_quantised_weight_for_an_unquantised_server_is_refused(
     weights: WeightMap, checkpoint: Named
 ) -> None:
-    with pytest.raises(WeightError, match=rf"quantised, but the server is not.*: {WEIGHT}"):
-        load(weights, quantised(weights, checkpoint, FP8, scales=True))
+    tensors = quantised(weights, checkpoint, FP8, scales=True)
+    for parameters in (Recorded(weights).parameters, {}):
+        with pytest.raises(WeightError, match=rf"quantised, but the server is not.*: {WEIGHT}"):
+            loading.load(weights, parameters, tensors, complete=True)
+
+
+@pytest.mark.parametrize("name", ["model.norm", "model.embed_tokens", "model.layers.1.block_sparse_moe.gate"])
+def test_what_the_format_leaves_unquantised_is_refused_quantised(
+    weights: WeightMap, checkpoint: Named, name: str
+) -> None:
+    """On every pipeline stage, whether it has the parameter or not."""
+    wrong = f"language_model.{name}.weight"
+    tensors = [(other, tensor.to(FP8) if other == wrong else tensor) for other, tensor in checkpoint]
+    whole = Recorded(weights, "_scale_inv").parameters
+    other_stage = {at: parameter for at, parameter in whole.items() if at.startswith("model.layers.3.")}
+    for parameters in (whole, other_stage):
+        with pytest.raises(WeightError, match=rf"1 quantised, which M3's format does not have: {wrong}"):
+            loading.load(weights, parameters, tensors, complete=False)
 
 
 def test_a_model_that_the_map_does_not_fill_is_a_defect(weights: WeightMap) -> None:
