@@ -31,7 +31,8 @@ class Case:
     """One step: `new` query tokens in each of `batch` requests of `context` tokens.
 
     The last `private` tokens are a request's own, `group_private` tokens before those are shared by groups of
-    eight requests, everything before by all. The page table is at least `table_blocks` wide.
+    eight requests, everything before by all. The page table is at least `table_blocks` wide and has rows for
+    at least `table_requests`, as in a prefill graph, which is captured before its requests are known.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Case:
     private: int
     group_private: int = 0
     table_blocks: int = 0
+    table_requests: int = 0
 
     @property
     def phase_is_decode(self) -> bool:
@@ -67,8 +69,9 @@ class Case:
             common + groups * grouped + request * own + torch.arange(own),
         ]
         pages = common + groups * grouped + self.batch * own
-        table = torch.zeros(self.batch, self.table_width, dtype=torch.int32, device=DEVICE)
-        table[:, : self.blocks] = torch.randperm(pages)[torch.cat(parts, 1)].to(DEVICE)
+        requests = max(self.batch, self.table_requests)
+        table = torch.zeros(requests, self.table_width, dtype=torch.int32, device=DEVICE)
+        table[: self.batch, : self.blocks] = torch.randperm(pages)[torch.cat(parts, 1)].to(DEVICE)
         return table, pages
 
     def rows(self) -> Rows:
@@ -101,6 +104,11 @@ def cases() -> Iterator[Case]:
         for new in (32, 512, 2048, 8192):
             yield Case("extend, 65,536 cached", heads, 1, new, 65536 + new, new)
     yield Case("extend, 60,928 cached and shared", 1, 8, 512, 60928 + 512, 512)
+    for heads in (1, 4):
+        for new in (256, 512, 1024, 2048, 8192):
+            for requests, blocks in ((1, 0), (32, 1024), (64, 8192)):
+                name = f"extend in a graph for {requests} requests, 60,928 cached"
+                yield Case(name, heads, 1, new, 60928 + new, new, 0, blocks, requests)
     yield Case("extend, 1M", 1, 1, 512, 1_000_000, 512)
     yield Case("extend, 1M", 4, 1, 2048, 1_000_000, 2048)
     yield Case("decode, 1M", 1, 1, 1, 1_000_000, 512)
@@ -144,7 +152,7 @@ def peer(case: Case, table: Tensor, index_q: Tensor) -> Callable[[Tensor], objec
     )
 
     tokens = torch.arange(BLOCK_TOKENS, device=DEVICE)
-    slots = (table[:, : case.blocks, None] * BLOCK_TOKENS + tokens).flatten(1).int()
+    slots = (table[: case.batch, : case.blocks, None] * BLOCK_TOKENS + tokens).flatten(1).int()
     ids = torch.arange(case.batch, device=DEVICE)
     lengths = torch.full((case.batch,), case.context, device=DEVICE, dtype=torch.int32)
     common = {"disable_index_value": True, "page_size": BLOCK_TOKENS}
@@ -213,7 +221,7 @@ def prepared(case: Case) -> Prepared:
     plan_space, space = (
         torch.empty(size, dtype=torch.uint8, device=DEVICE)
         for size in (
-            plan_prefix_workspace_bytes(len(rows), case.batch),
+            plan_prefix_workspace_bytes(len(rows), len(table)),
             choose_blocks_workspace_bytes(len(rows), case.heads, case.table_width),
         )
     )

@@ -429,6 +429,11 @@ SYMBOLS = (
         "dense layers in prefill",
         ("model_runner",),
     ),
+    Symbol(
+        "sglang.srt.layers.attention.hybrid_attn_backend.HybridAttnBackend.__init__",
+        "dense layers in prefill",
+        ("prefill_backend",),
+    ),
     Symbol("sglang.srt.layers.radix_attention.RadixAttention", "attention backend"),
     Symbol(
         "sglang.srt.layers.radix_attention.RadixAttention.__init__",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.minimax_sparse_backend import MiniMaxHybridAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -33,7 +34,9 @@ class M3HybridBackend(MiniMaxHybridAttnBackend):
         self, dense_backend: AttentionBackend, sparse_backend: M3SparseBackend, sparse_layer_ids: list[int]
     ) -> None:
         super().__init__(dense_backend, sparse_backend, sparse_layer_ids)
-        self._extends = isinstance(dense_backend, TritonAttnBackend)
+        pair = isinstance(dense_backend, HybridAttnBackend)
+        prefill_backend = dense_backend.prefill_backend if pair else dense_backend
+        self._extends = isinstance(prefill_backend, TritonAttnBackend)
         steps = sparse_backend.prefill_graph_steps
         self.prefill_cuda_graph_max_batch_size = None if steps is None else steps.requests
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from m3_kernels.rows import Rows
+from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -94,6 +95,18 @@ def test_a_prefill_graph_leaves_dense_layers_to_a_backend_that_serves_them(dense
     )
     prepared = [("dense", "init_forward_metadata")] if dense is Recording else []
     assert calls == [*prepared, ("sparse", 7)] * 2
+
+
+@pytest.mark.parametrize("prefill", [Recording, RecordingTriton])
+def test_of_two_dense_backends_that_for_prefill_decides(prefill: type[Recording]) -> None:
+    pair = object.__new__(HybridAttnBackend)
+    pair.prefill_backend, pair.kv_index_translator = prefill("prefill", []), None
+    other = RecordingTriton if prefill is Recording else Recording
+    pair.decode_backend = other("decode", [])
+    hybrid = M3HybridBackend(pair, Recording("sparse", []), [SPARSE_LAYER])
+    layer = RadixAttention(2, 16, 1.0, 1, DENSE_LAYER)
+    hybrid.capture_whole(layer)
+    assert layer.use_prefill_attention_wrapper == (prefill is Recording)
 
 
 def test_a_dense_layer_attends_to_every_token_of_its_request() -> None:
