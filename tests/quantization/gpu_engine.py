@@ -31,7 +31,7 @@ FLAGS = {
     "attention_backend": "triton",
     "sampling_backend": "pytorch",
     "cuda_graph_max_bs_decode": 4,
-    "mem_fraction_static": 0.2,
+    "mem_fraction_static": 0.9,
     "moe_runner_backend": "deep_gemm",
 }
 

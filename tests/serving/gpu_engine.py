@@ -45,7 +45,7 @@ FLAGS = {
         "attention_backend": "triton",
         "sampling_backend": "pytorch",
         "cuda_graph_max_bs_decode": 8,
-        "mem_fraction_static": 0.2,
+        "mem_fraction_static": 0.9,
     }
     if DEVICE == "cuda"
     else {}
@@ -76,6 +76,7 @@ class Mode:
 MODES = {
     "graph": Mode(),
     "eager": Mode(EAGER, records=True),
+    "decode-graph": Mode({"cuda_graph_backend_prefill": "disabled"}),
     "stock": Mode(environ={"SGLANG_PLUGINS": "none"}),
     "stock-eager": Mode(EAGER, {"SGLANG_PLUGINS": "none"}),
     "shadow": Mode(EAGER, {"SHADOW_CHECK": "1"}),
@@ -154,7 +155,7 @@ def compare(results: dict[str, Any], records: Path) -> dict[str, Any]:
     report: dict[str, Any] = {}
     for mode, result in results.items():
         error, regret = [], []
-        for number, ids in enumerate(asked[:3]):
+        for number, ids in enumerate(asked):
             tokens = result["tokens"][number]
             with torch.device(DEVICE):
                 run = oracle.run(model, [*ids, *tokens[:-1]])
@@ -167,6 +168,9 @@ def compare(results: dict[str, Any], records: Path) -> dict[str, Any]:
         errors = torch.cat(error)
         report.setdefault(mode, {}).update(
             logprob_error_mean=float(errors.mean()),
+            logprob_error_median=float(errors.median()),
+            logprob_error_of_first_tokens=[round(float(prompt[0]), 4) for prompt in error],
+            logprob_errors_over_one_half=int((errors > 0.5).sum()),
             logprob_error_max=float(errors.max()),
             worst_distance_from_best_token=float(torch.cat(regret).max()),
         )
