@@ -56,6 +56,9 @@ NGRAM = {
     "speculative_num_draft_tokens": 6,
 }
 EAGER = {"disable_cuda_graph": True}
+STOCK = {"SGLANG_PLUGINS": "none"}
+DECODE_GRAPHS = {"cuda_graph_backend_prefill": "disabled"}
+SMALL_CHUNKS = {"chunked_prefill_size": 1024}
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,14 @@ class Mode:
 MODES = {
     "graph": Mode(),
     "eager": Mode(EAGER, records=True),
-    "decode-graph": Mode({"cuda_graph_backend_prefill": "disabled"}),
-    "stock": Mode(environ={"SGLANG_PLUGINS": "none"}),
-    "stock-eager": Mode(EAGER, {"SGLANG_PLUGINS": "none"}),
+    "graph-small-chunks": Mode(SMALL_CHUNKS),
+    "decode-graph": Mode(DECODE_GRAPHS),
+    "decode-graph-small-chunks": Mode(DECODE_GRAPHS | SMALL_CHUNKS),
+    "stock": Mode(environ=STOCK),
+    "stock-small-chunks": Mode(SMALL_CHUNKS, STOCK),
+    "stock-decode-graph": Mode(DECODE_GRAPHS, STOCK),
+    "stock-eager": Mode(EAGER, STOCK),
+    "stock-fa3": Mode({"attention_backend": "fa3"}, STOCK),
     "shadow": Mode(EAGER, {"SHADOW_CHECK": "1"}),
     "reference": Mode(EAGER, {"SHADOW_CHECK": "reference"}, records=True),
     "ngram": Mode(NGRAM),
@@ -87,7 +95,7 @@ MODES = {
     "fa3": Mode({"attention_backend": "fa3"}),
     "index-fp8": Mode(EAGER, {"SGLANG_M3_INDEX_DTYPE": "fp8_e4m3"}, records=True),
     "kv-fp8": Mode(EAGER | {"kv_cache_dtype": "fp8_e4m3"}, records=True),
-    "kv-fp8-stock": Mode({"kv_cache_dtype": "fp8_e4m3"}, {"SGLANG_PLUGINS": "none"}),
+    "kv-fp8-stock": Mode({"kv_cache_dtype": "fp8_e4m3"}, STOCK),
 }
 
 
@@ -176,7 +184,32 @@ def compare(results: dict[str, Any], records: Path) -> dict[str, Any]:
         )
     if {"eager", "reference"} <= results.keys():
         report["eager"]["against_reference_operators"] = against(results, "eager", "reference", records)
+    if "decode-graph" in results:
+        for mode in results:
+            if mode != "decode-graph" and (records / f"{mode}.cache").exists():
+                report[mode]["cache_against_decode_graph"] = cache_differences(records, mode, "decode-graph")
     return report
+
+
+def cache_differences(records: Path, mode: str, other: str) -> dict[str, str]:
+    """Where two modes' caches of the first prompt part, per layer and cache.
+
+    In words: the first token whose values differ in a bit, how many do, the mean relative difference, and how
+    many differ by more than 5%, which is another expert or block and no rounding.
+    """
+    caches = [torch.load(records / f"{name}.cache") for name in (mode, other)]
+    found = {}
+    for (layer, kind), values in caches[0].items():
+        ours, theirs = values.float().flatten(1), caches[1][layer, kind].float().flatten(1)
+        relative = (ours - theirs).norm(dim=1) / theirs.norm(dim=1)
+        differ = torch.where(relative > 0)[0].tolist()
+        found[f"{kind} of layer {layer}"] = (
+            f"from token {differ[0]}: {len(differ)} of {len(relative)}, mean {float(relative.mean()):.5f}, "
+            f"{int((relative > 0.05).sum())} above 5%"
+            if differ
+            else "equal"
+        )
+    return found
 
 
 def against(results: dict[str, Any], left: str, right: str, records: Path) -> dict[str, Any]:
@@ -250,6 +283,8 @@ def child(mode: str, out: Path, scratch: Path, checkpoint: Path) -> dict[str, An
         "M3_RECORDS": str(scratch),
         "SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.serving.shadow",
         "SHADOW_FILE": str(findings),
+        "SHADOW_CACHE": str(scratch / f"{mode}.cache"),
+        "SHADOW_CACHE_TOKENS": str(PREFIX_TOKENS + TAIL_TOKENS),
         **chosen.environ,
     }
     if chosen.records:

@@ -3,7 +3,8 @@
 SGLang imports the package that `SGLANG_EXTERNAL_MODEL_PACKAGE` names in its scheduler; importing this one
 puts checks around `m3_kernels.choose_blocks` and `attend_blocks` where `SHADOW_CHECK` is 1, and the reference
 operators in the kernels' place where it is `reference`. It also notes when Triton compiles or loads a kernel.
-Findings are appended to `SHADOW_FILE` as JSON lines.
+Findings are appended to `SHADOW_FILE` as JSON lines. Where the plugin serves, the cache of the first prompt
+of at least `SHADOW_CACHE_TOKENS` tokens is written to `SHADOW_CACHE` at its first decode step.
 """
 
 from __future__ import annotations
@@ -130,3 +131,30 @@ def _count_compiles() -> None:
 
 
 _count_compiles()
+
+
+def _keep_cache(path: Path, tokens: int) -> None:
+    from sglang_m3.attention.backend import M3SparseBackend
+
+    prepare = M3SparseBackend.init_forward_metadata_out_graph
+
+    def prepare_and_keep(self: M3SparseBackend, forward_batch: Any, in_capture: bool = False) -> None:
+        prepare(self, forward_batch, in_capture)
+        decodes = forward_batch.forward_mode.is_decode() and not in_capture
+        if not decodes or path.exists() or int(forward_batch.seq_lens.max()) <= tokens:
+            return
+        requests = forward_batch.req_pool_indices[:1].long()
+        slots = self.req_to_token_pool.req_to_token[requests, :tokens].long().view(-1)
+        pool, kept = self.token_to_kv_pool, {}
+        for layer in range(self._last_layer + 1):
+            keys, values = pool.get_kv_buffer(layer)
+            kept |= {(layer, "keys"): keys[slots].cpu(), (layer, "values"): values[slots].cpu()}
+            if layer in self.sparse_layer_ids:
+                kept[layer, "index keys"] = pool.pages(layer).index_k.flatten(0, 1)[slots].cpu()
+        torch.save(kept, path)
+
+    M3SparseBackend.init_forward_metadata_out_graph = prepare_and_keep
+
+
+if os.environ.get("SGLANG_PLUGINS") != "none" and "SHADOW_CACHE" in os.environ:
+    _keep_cache(Path(os.environ["SHADOW_CACHE"]), int(os.environ["SHADOW_CACHE_TOKENS"]))
