@@ -17,6 +17,7 @@ from m3_kernels.triton.sm90_choose_blocks import choose_blocks, choose_blocks_wo
 from m3_kernels.triton.sm90_plan_prefix import plan_prefix, plan_prefix_workspace_bytes  # isort: skip
 from m3_kernels.triton.sm90_score_blocks import score_blocks  # isort: skip
 from m3_kernels.triton.sm90_select_blocks import select_blocks  # isort: skip
+from m3_kernels.triton.sm90_store_tokens import store_tokens  # isort: skip
 
 DIM = 128 if REAL else 16
 gpu_only = pytest.mark.skipif(not REAL, reason="needs an sm90 GPU")
@@ -148,3 +149,47 @@ def test_a_thousand_graph_replays_with_changing_steps_equal_eager_runs() -> None
         out.fill_(99)
         run()
         assert torch.equal(replayed, out), f"replay {replay} differs from the eager run"
+
+
+@gpu_only
+@pytest.mark.parametrize(("batch", "shared", "private"), [(1, 0, 500), (7, 0, 90), (33, 480, 4)])
+def test_an_early_launch_sees_what_the_launch_before_it_wrote(batch: int, shared: int, private: int) -> None:
+    """Layers in one graph: a step's plan, and before each choice the layer's queries and every key anew."""
+    step = forest(batch, shared, private, 1, seed=batch)
+    table, rows = on_device(step)
+    forced = {"topk": 16, "init_blocks": 0, "local_blocks": 1}
+    plan_space = poisoned(plan_prefix_workspace_bytes(batch, batch))
+    space = poisoned(choose_blocks_workspace_bytes(batch, 1, table.shape[1]))
+    layers = 3
+    queries = torch.randn(layers, batch, 1, DIM, dtype=torch.bfloat16, device=DEVICE)
+    keys = torch.randn(layers, step.pages * BLOCK_TOKENS, 1, DIM, dtype=torch.bfloat16, device=DEVICE)
+    slots = torch.arange(step.pages * BLOCK_TOKENS, device=DEVICE)
+    index_q = torch.zeros(batch, 1, DIM, dtype=torch.bfloat16, device=DEVICE)
+    pages = torch.zeros(3, step.pages, BLOCK_TOKENS, 1, DIM, dtype=torch.bfloat16, device=DEVICE)
+    out = torch.empty(layers, 1, batch, 16, dtype=torch.int32, device=DEVICE)
+
+    def write(layer: int) -> None:
+        index_q.copy_(queries[layer])
+        store_tokens(keys[layer], keys[layer], keys[layer], slots, *pages)
+
+    def choose_for(layer: int, plan: PrefixPlan) -> None:
+        choose_blocks(index_q, pages[2], table, rows, plan, **forced, workspace=space, out=out[layer])
+
+    plan = plan_prefix(table, rows, workspace=plan_space)
+    for layer in range(layers):
+        write(layer)
+        torch.cuda.synchronize()
+        choose_for(layer, plan)
+        torch.cuda.synchronize()
+    expected = out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        plan = plan_prefix(table, rows, workspace=plan_space)
+        for layer in range(layers):
+            write(layer)
+            choose_for(layer, plan)
+    for replay in range(20):
+        out.fill_(99)
+        plan_space.fill_(0xA5)
+        graph.replay()
+        assert torch.equal(out, expected), f"replay {replay} differs"

@@ -61,8 +61,33 @@ def test_wide_rows_equal_the_reference(blocks: int, distinct: int) -> None:
     assert len(wrong) == 0, f"{len(wrong)} rows differ, first {wrong[0].tolist()}: {out[tuple(wrong[0])]}"
 
 
+@pytest.mark.parametrize(("topk", "init_blocks", "local_blocks"), [(40, 0, 1), (255, 3, 0), (16, 15, 1)])
+def test_more_blocks_than_lanes_and_forced_blocks_alone_equal_the_reference(
+    topk: int, init_blocks: int, local_blocks: int
+) -> None:
+    generator = torch.Generator().manual_seed(topk)
+    scores = torch.randn(2, 5, 301, generator=generator).round(decimals=1).to(DEVICE)
+    position = torch.tensor(
+        [301 * BLOCK_TOKENS - 1, 300 * BLOCK_TOKENS, 41 * BLOCK_TOKENS, 17 * BLOCK_TOKENS, 0]
+    )
+    rows = Rows(torch.zeros(5, dtype=torch.int32, device=DEVICE), position.int().to(DEVICE))
+    forced = {"topk": topk, "init_blocks": init_blocks, "local_blocks": local_blocks}
+    out = torch.full((2, 5, topk), 99, dtype=torch.int32, device=DEVICE)
+    expected = torch.empty_like(out)
+    select_blocks(scores, rows, **forced, out=out)
+    reference_selection(scores, rows, **forced, out=expected)
+    assert torch.equal(out, expected), f"got {out.tolist()}\nexpected {expected.tolist()}"
+
+
 def test_forced_blocks_that_do_not_fit_are_refused() -> None:
     rows = Rows(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
     out = torch.empty(1, 1, 2, dtype=torch.int32)
     with pytest.raises(ValueError, match="topk"):
         select_blocks(torch.zeros(1, 1, 1), rows, topk=2, init_blocks=1, local_blocks=2, out=out)
+
+
+def test_more_blocks_than_the_kernel_counts_are_refused_by_number() -> None:
+    rows = Rows(torch.zeros(1, dtype=torch.int32), torch.full((1,), 512 * BLOCK_TOKENS, dtype=torch.int32))
+    out = torch.empty(1, 1, 256, dtype=torch.int32)
+    with pytest.raises(ValueError, match="at most 255 blocks of a row, not topk 256"):
+        select_blocks(torch.zeros(1, 1, 513), rows, topk=256, init_blocks=0, local_blocks=1, out=out)

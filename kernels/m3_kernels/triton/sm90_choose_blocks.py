@@ -48,7 +48,9 @@ def choose_blocks(
         index_q: `[T, H, D]` bfloat16.
         index_k: `[P, 128, 1, D]` pages, bfloat16 or float8_e4m3fn.
         page_table: `[R, B]` int32.
-        rows, plan: the query tokens and `plan_prefix` of the same table and rows.
+        rows, plan: the query tokens and `plan_prefix` of the same table and rows. The first launch may read
+            these three before its predecessor on the stream has ended; `plan_prefix` has seen to it that
+            they are older.
         topk, init_blocks, local_blocks: as for `select_blocks`.
         workspace: uint8, `choose_blocks_workspace_bytes(T, H, B)` bytes; its size decides how many rows are
             scored at once, which changes the time but no bit of the result.
@@ -59,7 +61,7 @@ def choose_blocks(
         that see at most `topk` blocks are not scored.
 
     Raises:
-        ValueError: the forced blocks do not fit into `topk`.
+        ValueError: the forced blocks do not fit into `topk`, or `topk` is above 255.
     """
     check_selection(topk, init_blocks, local_blocks)
     heads, row_count = index_q.shape[1], len(rows)

@@ -1,10 +1,12 @@
-"""Find what the requests of a step share, on the GPU: four small launches, no atomics.
+"""Find what the requests of a step share, on the GPU: five small launches, no atomics.
 
 1. Each request's blocks and rows, from the rows.
 2. Each request's place in a depth-first walk of the prefix tree, from pairwise common prefixes, each found by
    binary search.
 3. Places made a permutation, rows put in order, and the exact common prefix of each neighbouring pair.
 4. Spans from the neighbours' common prefixes.
+5. Counters. Last, because a scoring launch that is set up early reads everything else of the plan while the
+   launch before it may still run.
 
 Step 2 presumes a prefix tree (an equal page at block b means equal pages before it). Steps 3 and 4 presume
 nothing: for any other table the plan is still right, and may only share less than it could.
@@ -42,7 +44,7 @@ def plan_prefix(page_table: Tensor, rows: Rows, *, workspace: Tensor) -> PrefixP
 
     Returns:
         The plan, at the same addresses for the same T, R and workspace. It equals the reference's for every
-        table that describes a prefix tree. Four launches, no allocation, no host synchronisation,
+        table that describes a prefix tree. Five launches, no allocation, no host synchronisation,
         capturable in a CUDA graph.
     """
     request_count, table_blocks = page_table.shape
@@ -96,8 +98,9 @@ def plan_prefix(page_table: Tensor, rows: Rows, *, workspace: Tensor) -> PrefixP
         BLOCK_TILE=min(2048, max(128, triton.next_power_of_2(table_blocks))),
     )
     _span_kernel[(request_count,)](
-        blocks, totals, shared, order, row_begin, *spans, counters, request_count, LANES=lanes, num_warps=1
+        blocks, totals, shared, order, row_begin, *spans, request_count, LANES=lanes, num_warps=1
     )
+    _counter_kernel[(1,)](blocks, shared, row_begin, counters, request_count, LANES=lanes, num_warps=1)
     return PrefixPlan(row_order, *spans, counters)
 
 
@@ -248,7 +251,6 @@ def _span_kernel(
     row_start_ptr,
     row_count_ptr,
     page_request_ptr,
-    counters_ptr,
     request_count,
     LANES: tl.constexpr,
 ):
@@ -288,9 +290,22 @@ def _span_kernel(
         tl.store(row_start_ptr + slot, tl.where(node_used, row_start, 0))
         tl.store(row_count_ptr + slot, tl.where(node_used, rows, 0))
         tl.store(page_request_ptr + slot, tl.where(node_used, tl.load(order_ptr + left), 0))
-    else:
-        every = tl.load(blocks_ptr + index, mask=index < request_count, other=0)
-        saved = tl.sum(tl.maximum(shared, 0).to(tl.int64))
-        tl.store(counters_ptr, tl.sum(every.to(tl.int64)) - saved)
-        tl.store(counters_ptr + 1, saved)
-        tl.store(counters_ptr + 2, tl.load(row_begin_ptr + request_count).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def _counter_kernel(
+    blocks_ptr,
+    shared_ptr,
+    row_begin_ptr,
+    counters_ptr,
+    request_count,
+    LANES: tl.constexpr,
+):
+    """Pages that the spans hold, pages that walking every request would load beyond those, rows in use."""
+    index = tl.arange(0, LANES)
+    shared = tl.load(shared_ptr + index, mask=index <= request_count, other=-1)
+    every = tl.load(blocks_ptr + index, mask=index < request_count, other=0)
+    saved = tl.sum(tl.maximum(shared, 0).to(tl.int64))
+    tl.store(counters_ptr, tl.sum(every.to(tl.int64)) - saved)
+    tl.store(counters_ptr + 1, saved)
+    tl.store(counters_ptr + 2, tl.load(row_begin_ptr + request_count).to(tl.int64))

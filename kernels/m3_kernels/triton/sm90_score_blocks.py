@@ -7,6 +7,10 @@ units mostly differ in the page alone: the tile's queries stay on the chip and t
 One arithmetic serves every phase: queries are the matrix unit's M side, in tiles of 64 or a multiple, the
 page's 128 keys its N side, and the whole head dimension is one product, so each product is the same sequence
 of m64n128k16 instructions whatever the tile.
+
+In a decode step a program has a page or two, and what precedes them is a chain of dependent loads: spans,
+page number, rows. An early launch walks that chain while its predecessor still runs, and reads index queries
+and keys only when that has ended.
 """
 
 from __future__ import annotations
@@ -70,7 +74,8 @@ def launch_scores(
         skip_topk: tiles whose rows all see at most so many blocks are left out: all their blocks are chosen.
 
     Returns:
-        How it was launched.
+        How it was launched. An early launch reads the page table, the rows and the plan while the launch
+        before it on the stream may still run: these must be older than that one, and with `plan_prefix` are.
     """
     _, heads, head_dim = index_q.shape
     assert index_q.dtype == torch.bfloat16 and index_q.stride(2) == 1
@@ -101,6 +106,7 @@ def launch_scores(
         place_begin,
         place_end,
         spans,
+        launch.span_cost,
         HEADS=heads,
         HEAD_DIM=head_dim,
         BLOCK_TOKENS=BLOCK_TOKENS,
@@ -130,6 +136,7 @@ class ScoreLaunch:
         stages: pages in flight per program.
         registers: per thread, so that the programs fit.
         early: whether this launch and the selection after it are set up while their predecessors run.
+        span_cost: pages that starting on another span counts as when work is shared out.
     """
 
     columns: int
@@ -138,27 +145,36 @@ class ScoreLaunch:
     stages: int
     registers: int
     early: bool
+    span_cost: int
 
 
 def pick_launch(row_count: int, request_count: int, heads: int) -> ScoreLaunch:
     """The launch for a number of rows and requests, by what an H200 was fastest with.
 
-    Few columns: latency rules, so many small programs and early launches. Many requests with few columns
-    each: small tiles, since a private tail fills no large one. Otherwise large tiles, two programs to a
-    multiprocessor once there is work for them. Beyond the first case an early selection measured slower.
+    Few columns for each request: small tiles, since a private tail fills no large one. Up to 256 in all the
+    launches are early; with thousands an early selection measured slower. Where a shared span takes several
+    tiles, programs that walk one tail after the other come last: a span's start then counts as three pages.
+    More columns: large tiles, two programs to a multiprocessor once there is work for them.
     """
     columns = row_count * heads
-    if columns <= 64:
-        return ScoreLaunch(64, programs_per_multiprocessor=3, warps=4, stages=1, registers=168, early=True)
     if columns <= 64 * request_count:
-        return ScoreLaunch(64, programs_per_multiprocessor=2, warps=4, stages=3, registers=255, early=False)
+        cost = 3 if 64 < columns <= 256 else 0
+        return ScoreLaunch(64, 2, warps=4, stages=3, registers=255, early=columns <= 256, span_cost=cost)
     if columns <= 1024:
-        return ScoreLaunch(256, programs_per_multiprocessor=1, warps=8, stages=3, registers=255, early=False)
-    return ScoreLaunch(128, programs_per_multiprocessor=2, warps=8, stages=2, registers=128, early=False)
+        return ScoreLaunch(256, 1, warps=8, stages=3, registers=255, early=False, span_cost=0)
+    return ScoreLaunch(128, 2, warps=8, stages=2, registers=128, early=False, span_cost=0)
 
 
 @triton.jit(
-    do_not_specialize=["place_begin", "place_end", "span_count", "table_stride", "row_stride", "head_stride"],
+    do_not_specialize=[
+        "place_begin",
+        "place_end",
+        "span_count",
+        "span_cost",
+        "table_stride",
+        "row_stride",
+        "head_stride",
+    ],
     do_not_specialize_on_alignment=["table_ptr", "position_ptr"],
 )
 def _score_kernel(
@@ -182,6 +198,7 @@ def _score_kernel(
     place_begin,
     place_end,
     span_count,
+    span_cost,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -193,11 +210,6 @@ def _score_kernel(
     EARLY: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    if EARLY:
-        # Set up while its predecessor runs, whose end it awaits before it touches memory; then its successor
-        # (the selection) may be set up in turn.
-        gdc_wait()
-        gdc_launch_dependents()
     span = tl.arange(0, SPANS)
     known = span < span_count
     run_begin = tl.load(row_start_ptr + span, mask=known, other=0)
@@ -207,7 +219,8 @@ def _score_kernel(
     used = tl.load(first_block_ptr + span, mask=known, other=0) >= 0
     used &= tl.load(page_request_ptr + span, mask=known, other=0) >= 0
     run_rows = tl.maximum(tl.minimum(run_end, place_end) - tl.maximum(run_begin, place_begin), 0)
-    units = tl.where(used, tl.cdiv(run_rows * HEADS, COLUMNS) * span_blocks, 0)
+    # Each tile of a span begins with `span_cost` units that hold no page.
+    units = tl.where(used, tl.cdiv(run_rows * HEADS, COLUMNS) * (span_cost + span_blocks), 0)
     units_through = tl.cumsum(units, 0)
     unit_total = tl.sum(units)
 
@@ -232,12 +245,13 @@ def _score_kernel(
         row_start = tl.maximum(row_start, place_begin)
         pages = table_ptr + tl.load(page_request_ptr + here).to(tl.int64) * table_stride
 
-        tile = unit_in_span // block_count
-        block = unit_in_span % block_count
-        step = tl.minimum(block_count - block, unit_end - unit)
-        block += first_block
-        block_end = block + step
+        tile_units = span_cost + block_count
+        tile = unit_in_span // tile_units
+        unit_in_tile = unit_in_span % tile_units
+        step = tl.minimum(tile_units - unit_in_tile, unit_end - unit)
         unit += step
+        block = first_block + tl.maximum(unit_in_tile - span_cost, 0)
+        block_end = first_block + tl.maximum(unit_in_tile + step - span_cost, 0)
         page = tl.load(pages + block)
 
         column = tile * COLUMNS + column_in_tile
@@ -247,7 +261,6 @@ def _score_kernel(
         row = tl.load(row_order_ptr + place, mask=real, other=0)
         position = tl.load(position_ptr + row, mask=real, other=-1)
         q_rows = q_ptr + row.to(tl.int64) * q_row_stride + head * q_head_stride
-        q = tl.load(q_rows[:, None] + dim[None, :], mask=real[:, None], other=0.0)
         slot = place - place_begin if BY_PLACE else row
         out_rows = out_ptr + head.to(tl.int64) * head_stride + slot.to(tl.int64) * row_stride
 
@@ -258,6 +271,12 @@ def _score_kernel(
             block_end = block
         # Blocks before this one need no causal mask.
         first_masked = (tl.min(tl.where(real, position, 2147483647 - BLOCK_TOKENS)) + 1) // BLOCK_TOKENS
+        if EARLY:
+            # Queries and keys may be the predecessor's work. Once it has ended, the successor (the selection)
+            # may be set up in turn.
+            gdc_wait()
+            gdc_launch_dependents()
+        q = tl.load(q_rows[:, None] + dim[None, :], mask=real[:, None], other=0.0)
         for b in tl.range(block, block_end, num_stages=STAGES):
             k = tl.load(k_ptr + page.to(tl.int64) * page_stride + page_offsets)
             page = tl.load(pages + b + 1, mask=b + 1 < block_end, other=0)
@@ -272,3 +291,6 @@ def _score_kernel(
             best = tl.max(products, 1)
             best = tl.where(best == best, best, float("-inf"))
             tl.store(out_rows + b, best, mask=b <= own_block)
+    if EARLY:
+        # Also a program without work ends after the predecessor, so that the selection can count on its end.
+        gdc_wait()

@@ -3,6 +3,9 @@
 Scores become integers of the same order. A bisection over the integers finds the topk-th largest, ending as
 soon as a bound separates exactly topk blocks; a second one, over ids, settles ties on the bound. Ranks from a
 running count put the chosen ids in order.
+
+A lane holds a few neighbouring blocks in each of several rounds over the row, `[lanes, rounds, neighbours]`,
+so that all but one step of every count stays within a lane, and the counts of all rounds fit one integer.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from m3_kernels.reference.select_blocks import check_selection
 from m3_kernels.rows import BLOCK_TOKENS, Rows
 from m3_kernels.triton.sm90_common import INTERPRETING, early_launch
+
+MOST_CHOSEN = 255
+"""Blocks of a row that can be chosen: the kernel counts them in eight bits."""
 
 MAX_BLOCKS = 1 << 15
 """Blocks of a row that a program's registers can hold: 4 million tokens."""
@@ -38,7 +44,7 @@ def select_blocks(
         `out`. One launch, no allocation, no host synchronisation, capturable in a CUDA graph.
 
     Raises:
-        ValueError: the forced blocks do not fit into `topk`.
+        ValueError: the forced blocks do not fit into `topk`, or `topk` is above `MOST_CHOSEN`.
     """
     check_selection(topk, init_blocks, local_blocks)
     launch_selection(
@@ -79,9 +85,11 @@ def launch_selection(
 
     Args:
         scores: float32 as `launch_scores` writes them, with the same strides, places and `by_place`.
-        early: the launch before this one on the stream is an early `launch_scores`. It began when all else
-            had ended, so only the scores themselves need waiting for.
+        early: the launch before this one on the stream is an early `launch_scores`. It lets this one be set
+            up when all else has ended, so only the scores themselves need waiting for.
     """
+    if topk > MOST_CHOSEN:
+        raise ValueError(f"the sm90 kernel chooses at most {MOST_CHOSEN} blocks of a row, not topk {topk}")
     assert scores.dtype == torch.float32 and table_blocks <= MAX_BLOCKS
     assert out.dtype == torch.int32 and out.stride(2) == 1
     # Vectors of four scores, where a row may be read up to a multiple of four.
@@ -109,6 +117,7 @@ def launch_selection(
         VECTOR=vector,
         BY_PLACE=by_place,
         EARLY=early and not INTERPRETING,
+        LANES=min(32 * warps, narrow),
         num_warps=warps,
         **early_launch(early),
     )
@@ -152,6 +161,7 @@ def _select_kernel(
     VECTOR: tl.constexpr,
     BY_PLACE: tl.constexpr,
     EARLY: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     number = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -171,11 +181,11 @@ def _select_kernel(
         gdc_launch_dependents()
     if own >= TOPK:
         if own < NARROW:
-            _select_row(scores_ptr, out_ptr, own, TOPK, INIT_BLOCKS, LOCAL_BLOCKS, SLOTS, NARROW, VECTOR)
+            _select_row(scores_ptr, out_ptr, own, TOPK, INIT_BLOCKS, LOCAL_BLOCKS, NARROW, VECTOR, LANES)
         elif MIDDLE > NARROW and own < MIDDLE:
-            _select_row(scores_ptr, out_ptr, own, TOPK, INIT_BLOCKS, LOCAL_BLOCKS, SLOTS, MIDDLE, VECTOR)
+            _select_row(scores_ptr, out_ptr, own, TOPK, INIT_BLOCKS, LOCAL_BLOCKS, MIDDLE, VECTOR, LANES)
         elif WIDE > MIDDLE:
-            _select_row(scores_ptr, out_ptr, own, TOPK, INIT_BLOCKS, LOCAL_BLOCKS, SLOTS, WIDE, VECTOR)
+            _select_row(scores_ptr, out_ptr, own, TOPK, INIT_BLOCKS, LOCAL_BLOCKS, WIDE, VECTOR, LANES)
 
 
 @triton.jit
@@ -186,46 +196,70 @@ def _select_row(
     TOPK: tl.constexpr,
     INIT_BLOCKS: tl.constexpr,
     LOCAL_BLOCKS: tl.constexpr,
-    SLOTS: tl.constexpr,
     WIDTH: tl.constexpr,
     VECTOR: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """Write the TOPK chosen of the blocks 0 .. own, of which there are more than TOPK and at most WIDTH."""
     FORCED: tl.constexpr = 2147483647
     # Below the integer of -inf, above that of an invisible block.
     NAN: tl.constexpr = -2139095042
     INVISIBLE: tl.constexpr = -2147483648
-    block = tl.arange(0, WIDTH)
+    ROUNDS: tl.constexpr = min(8, max(1, WIDTH // (LANES * 4)))
+    NEIGHBOURS: tl.constexpr = WIDTH // (LANES * ROUNDS)
+    # A round's count in its own bits of an integer: at most TOPK blocks are chosen in all.
+    COUNT_BITS: tl.constexpr = 8
+    tl.static_assert(TOPK < 1 << COUNT_BITS)
+    lane = tl.arange(0, LANES)[:, None, None]
+    turn = tl.arange(0, ROUNDS)[None, :, None]
+    block = (turn * LANES + lane) * NEIGHBOURS + tl.arange(0, NEIGHBOURS)[None, None, :]
     visible = block <= own
     score = tl.load(scores_ptr + block, mask=block < (own // VECTOR + 1) * VECTOR, other=0.0)
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # the sum makes -0.0 equal to 0.0
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     key = tl.where(score == score, key, NAN)
-    if INIT_BLOCKS > 0:
-        key = tl.where(block < INIT_BLOCKS, FORCED, key)
-    key = tl.where(block > own - LOCAL_BLOCKS, FORCED, key)
     key = tl.where(visible, key, INVISIBLE)
 
-    # At least TOPK keys reach `low`: each of SLOTS groups has one. Fewer exceed `high`. The sum of the two
-    # may overflow, their mean not.
-    best_of_groups = tl.max(tl.reshape(key, [WIDTH // SLOTS, SLOTS]), 0)
-    low = tl.min(best_of_groups)
-    high = tl.max(best_of_groups)
+    # At least TOPK keys reach `low`: every lane has one. Fewer exceed `high`: the forced ones at most, whose
+    # own scores would only widen the search. The sum of the two may overflow, their mean not.
+    high = FORCED
+    if INIT_BLOCKS + LOCAL_BLOCKS < TOPK:
+        high = tl.max(tl.max(tl.max(key, 2), 1))
+    if INIT_BLOCKS > 0:
+        key = tl.where(block < INIT_BLOCKS, FORCED, key)
+    key = tl.where(visible & (block > own - LOCAL_BLOCKS), FORCED, key)
+    low = INVISIBLE
+    if TOPK <= LANES:
+        low = tl.min(tl.max(tl.max(key, 2), 1))
+    at_low = WIDTH
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)
         reach = tl.sum((key >= middle).to(tl.int32))
         high = tl.where(reach > TOPK, high, tl.where(reach == TOPK, middle, middle - 1))
+        at_low = tl.where(reach >= TOPK, reach, at_low)
         low = tl.where(reach >= TOPK, middle, low)
 
     # Blocks on the bound count up to this id; a second bisection finds it where not all of them fit.
     last = WIDTH - 1
-    if tl.sum((key >= low).to(tl.int32)) > TOPK:
+    if at_low > TOPK:
         first = 0
         while first < last:
             middle = (first + last) // 2
             reach = tl.sum(((key > low) | ((key == low) & (block <= middle))).to(tl.int32))
             last = tl.where(reach >= TOPK, middle, last)
             first = tl.where(reach >= TOPK, first, middle + 1)
-    chosen = (key > low) | ((key == low) & (block <= last))
-    rank = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(out_ptr + rank, block, mask=chosen)
+    chosen = ((key > low) | ((key == low) & (block <= last))).to(tl.int32)
+
+    # A block's rank: the chosen of earlier rounds, of this round's earlier lanes, and earlier in the lane.
+    COUNTS: tl.constexpr = tl.int32 if ROUNDS * COUNT_BITS <= 32 else tl.int64
+    place = tl.arange(0, ROUNDS)[None, :] * COUNT_BITS
+    counts = tl.sum(tl.sum(chosen, 2).to(COUNTS) << place, 1)
+    earlier = tl.sum(counts)
+    earlier += earlier << COUNT_BITS
+    earlier += earlier << 2 * COUNT_BITS
+    if ROUNDS > 4:
+        earlier += earlier << 4 * COUNT_BITS
+    earlier = (earlier << COUNT_BITS) + tl.cumsum(counts, 0) - counts
+    rank = ((earlier[:, None] >> place) & ((1 << COUNT_BITS) - 1)).to(tl.int32)
+    rank = rank[:, :, None] + tl.cumsum(chosen, 2) - chosen
+    tl.store(out_ptr + rank, block, mask=chosen != 0)
