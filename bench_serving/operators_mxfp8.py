@@ -10,7 +10,6 @@ divisions of the work are checked and timed as well (`operators_mxfp8_tune.py`).
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import tempfile
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 from m3_kernels.reference.quantize_mxfp8 import quantize_mxfp8
 from m3_kernels.triton.sm90_mxfp8_experts import ExpertsTile, mxfp8_experts
+from m3_kernels.triton.sm90_mxfp8_experts_few import FewExpertsTile
 from m3_kernels.triton.sm90_mxfp8_linear import mxfp8_linear
 from torch import Tensor
 
@@ -53,6 +53,9 @@ class Rank:
 
 RANKS = (Rank("EP8", EXPERTS // 8, WIDTH), Rank("TP8", EXPERTS, WIDTH // 8))
 TOKENS = (1, 8, 32, 64, 256, 1024, 8192)
+LINEAR_TOKENS = (1, 8, 16, 32, 64, 256, 2048, 8192)
+FEWEST_FAST = 64
+"""From so many tokens on linears are timed through DeepGEMM as well."""
 
 
 def time_us(run: Callable[[int], object], layers: int, repeats: int = 15) -> float:
@@ -118,7 +121,9 @@ def experts_weights(rank: Rank) -> dict[str, Tensor]:
     return {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale}
 
 
-def run_experts(given: Routing, weights: dict[str, Tensor], tile: ExpertsTile | None = None) -> Tensor:
+def run_experts(
+    given: Routing, weights: dict[str, Tensor], tile: ExpertsTile | FewExpertsTile | None = None
+) -> Tensor:
     return mxfp8_experts(
         given.x,
         **weights,
@@ -177,14 +182,19 @@ def stock_experts(rank: Rank) -> Callable[[Routing], Tensor]:
     return run
 
 
-def block_weights(weights: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Both products' weights with one scale per 128 x 128 values, coarsened in place."""
+def coarsened(value: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The weight with one scale per 128 x 128 values, coarsened in place."""
     from m3_kernels.reference.coarsen_mxfp8 import block_scales, coarsen_mxfp8
 
-    for name in ("w13", "w2"):
-        for matrix in zip(weights[name], weights[f"{name}_scale"]):
-            coarsen_mxfp8(*matrix)
-    return [(weights[name], block_scales(weights[f"{name}_scale"])) for name in ("w13", "w2")]
+    matrices = [(value, scale)] if value.dim() == 2 else zip(value, scale)
+    for matrix in matrices:
+        coarsen_mxfp8(*matrix)
+    return value, block_scales(scale)
+
+
+def block_weights(weights: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Both products' weights, likewise."""
+    return [coarsened(weights[name], weights[f"{name}_scale"]) for name in ("w13", "w2")]
 
 
 def run_grouped(given: Routing, weights: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -205,64 +215,86 @@ def run_grouped(given: Routing, weights: list[tuple[Tensor, Tensor]]) -> Tensor:
     )
 
 
-def measure_experts(only: str, with_peer: bool) -> None:
+def multiply_fast(x: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
+    """A linear through DeepGEMM, activations in E4M3."""
+    import deep_gemm
+    from m3_kernels.triton.sm90_mxfp8_grouped import quantize_rows
+
+    out = torch.empty(x.shape[0], weight[0].shape[0], dtype=x.dtype, device=x.device)
+    deep_gemm.fp8_gemm_nt(quantize_rows(x, None), weight, out)
+    return out
+
+
+def measure_experts(only: str) -> None:
     print(
         "| rank | tokens | experts touched | SGLang BF16 us | weight-only us | ratio | weights TB/s "
-        "| DeepGEMM us | ratio |"
+        "| DeepGEMM us | ratio | weights TB/s |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for rank in RANKS:
         if only in f"experts {rank.name}":
-            measure_rank(rank, with_peer)
+            measure_rank(rank)
             torch.cuda.empty_cache()
 
 
-def measure_rank(rank: Rank, with_peer: bool) -> None:
+def measure_rank(rank: Rank) -> None:
     weights = [experts_weights(rank) for _ in range(2)]
     size = sum(w.nbytes for w in weights[0].values())
-    stock = stock_experts(rank) if with_peer else None
+    stock = stock_experts(rank)
     blocks = [block_weights(w) for w in weights]
     for tokens in TOKENS:
         given = [Routing.random(tokens, rank) for _ in range(6)]
         touched = sum(g.touched for g in given) / len(given)
-        ours = time_us(lambda i: run_experts(given[i], weights[i % 2]), 6)  # noqa: B023
-        rate = size * touched / rank.experts / ours / 1e6
-        theirs = fast = float("nan")
-        if stock:
-            theirs = time_us(lambda i: stock(given[i]), 6)  # noqa: B023
-            fast = time_us(lambda i: run_grouped(given[i], blocks[i % 2]), 6)  # noqa: B023
-        print(
-            f"| {rank.name} | {tokens:,} | {touched:.1f} | {theirs:.1f} | {ours:.1f} "
-            f"| {theirs / ours:.2f} | {rate:.2f} | {fast:.1f} | {theirs / fast:.2f} |",
-            flush=True,
-        )
+        weight_bytes = size * touched / rank.experts
+        theirs = time_us(lambda i: stock(given[i]), 6, 9)  # noqa: B023
+        cells = [f"{theirs:.1f}"]
+        for run in (
+            lambda i: run_experts(given[i], weights[i % 2]),  # noqa: B023
+            lambda i: run_grouped(given[i], blocks[i % 2]),  # noqa: B023
+        ):
+            us = time_us(run, 6, 9)
+            cells += [f"{us:.1f}", f"{theirs / us:.2f}", f"{weight_bytes / us / 1e6:.2f}"]
+        print(f"| {rank.name} | {tokens:,} | {touched:.1f} |", " | ".join(cells), "|", flush=True)
 
 
 def measure_linears(only: str) -> None:
-    print("| weight | rows x columns | tokens | cuBLAS BF16 us | ours us | ratio | weights TB/s |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| weight | rows x columns | tokens | cuBLAS BF16 us | weight-only us | ratio | weights TB/s "
+        "| DeepGEMM us | ratio |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for name, (rows, columns) in LINEARS.items():
         if only not in f"linear {name}":
             continue
         count = max(4, CYCLED_BYTES // (rows * columns))
         ours_layers = [random_mxfp8(rows, columns) for _ in range(count)]
         their_layers = [torch.randn(rows, columns, device=DEVICE, dtype=torch.bfloat16) for _ in range(count)]
-        for tokens in (1, 8, 32, 64, 1024, 8192):
+        fast_layers = [coarsened(*layer) for layer in ours_layers]
+        for tokens in LINEAR_TOKENS:
             x = torch.randn(tokens, columns, device=DEVICE, dtype=torch.bfloat16)
-            ours = time_us(lambda i: mxfp8_linear(x, *ours_layers[i]), count)  # noqa: B023
-            theirs = time_us(lambda i: torch.mm(x, their_layers[i].T), count)  # noqa: B023
+            theirs = time_us(lambda i: torch.mm(x, their_layers[i].T), count, 9)  # noqa: B023
+            ours = time_us(lambda i: mxfp8_linear(x, *ours_layers[i]), count, 9)  # noqa: B023
             rate = rows * columns * 33 / 32 / ours / 1e6
-            print(
-                f"| {name} | {rows:,} x {columns:,} | {tokens:,} | {theirs:.2f} | {ours:.2f} "
-                f"| {theirs / ours:.2f} | {rate:.2f} |",
-                flush=True,
-            )
+            cells = [f"{theirs:.2f}", f"{ours:.2f}", f"{theirs / ours:.2f}", f"{rate:.2f}"]
+            if tokens >= FEWEST_FAST:
+                fast = time_us(lambda i: multiply_fast(x, fast_layers[i]), count, 9)  # noqa: B023
+                cells += [f"{fast:.2f}", f"{theirs / fast:.2f}"]
+            else:
+                cells += ["", ""]
+            print(f"| {name} | {rows:,} x {columns:,} | {tokens:,} |", " | ".join(cells), "|", flush=True)
 
 
 def one_jit_cache() -> None:
     """DeepGEMM's kernels in one folder, whether SGLang has been imported or not."""
     folder = os.environ.setdefault("SGLANG_DG_CACHE_DIR", str(Path.home() / ".cache" / "deep_gemm"))
     os.environ["DG_JIT_CACHE_DIR"] = folder
+
+
+def early_launches() -> None:
+    """Let DeepGEMM's kernels be set up while their predecessors run, as SGLang does by default."""
+    import deep_gemm
+
+    deep_gemm.set_pdl(True)
 
 
 def main() -> None:
@@ -278,10 +310,18 @@ def main() -> None:
 
         tune(arguments.only, arguments.seconds)
         return
-    with_peer = importlib.util.find_spec("sglang") is not None
-    if with_peer:
-        prepare_sglang()
-    measure_experts(arguments.only, with_peer)
+    from bench_serving.operators_mxfp8_compile import Dense, Experts, Grouped, Linear, compiling
+
+    ranks = [rank for rank in RANKS if arguments.only in f"experts {rank.name}"]
+    linears = [shape for name, shape in LINEARS.items() if arguments.only in f"linear {name}"]
+    works = [work(rank, tokens) for rank in ranks for tokens in TOKENS for work in (Experts, Grouped)]
+    works += [Linear(*shape, tokens) for shape in linears for tokens in LINEAR_TOKENS]
+    works += [Dense(*shape, tokens) for shape in linears for tokens in LINEAR_TOKENS if tokens >= FEWEST_FAST]
+    with compiling(works):
+        if ranks:
+            prepare_sglang()
+    early_launches()
+    measure_experts(arguments.only)
     measure_linears(arguments.only)
 
 

@@ -11,6 +11,7 @@ from m3_kernels.reference.dequantize_mxfp8 import dequantize_mxfp8
 from m3_kernels.reference.mxfp8_experts import mxfp8_experts as reference_experts
 from m3_kernels.reference.swiglu_oai import swiglu_oai
 from m3_kernels.triton.sm90_mxfp8_experts import ExpertsTile
+from m3_kernels.triton.sm90_mxfp8_experts_few import FewExpertsTile
 from torch import Tensor
 
 from bench_serving.operators_mxfp8 import ALPHA, LIMIT, Rank, Routing, run_experts, run_grouped
@@ -52,8 +53,11 @@ def with_fp8_activations(given: Routing, weights: dict[str, Tensor]) -> Tensor:
 
 
 def check_experts(
-    rank: Rank, weights: dict[str, Tensor], blocks: list[tuple[Tensor, Tensor]], tiles: Iterable[ExpertsTile]
-) -> set[ExpertsTile]:
+    rank: Rank,
+    weights: dict[str, Tensor],
+    blocks: list[tuple[Tensor, Tensor]],
+    tiles: Iterable[ExpertsTile | FewExpertsTile],
+) -> set[ExpertsTile | FewExpertsTile]:
     """Compare every division, and DeepGEMM's layouts, with float64; returns the divisions that are right."""
     given = Routing.random(CHECKED_TOKENS, rank)
     given = replace(given, x=given.x * 3)  # beyond the limits of SwiGLU-OAI

@@ -10,9 +10,7 @@ Compiles on all cores, checks every division against float64, then times it. One
 
 from __future__ import annotations
 
-import concurrent.futures
 import importlib.util
-import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,15 +19,18 @@ from dataclasses import astuple, replace
 import torch
 from m3_kernels.reference.dequantize_mxfp8 import dequantize_mxfp8
 from m3_kernels.triton import sm90_mxfp8_grouped
+from m3_kernels.triton.sm90_common import multiprocessors
 from m3_kernels.triton.sm90_mxfp8_experts import ExpertsTile, experts_tile
+from m3_kernels.triton.sm90_mxfp8_experts_few import FewExpertsTile
 from m3_kernels.triton.sm90_mxfp8_linear import LinearTile, linear_tile, mxfp8_linear
+from m3_kernels.triton.sm90_mxfp8_linear_few import FEW_TOKENS, FewTile, few_tile
 from torch import Tensor
 
 from bench_serving.operators_mxfp8 import (
     CYCLED_BYTES,
     DEVICE,
     EXPERTS,
-    HIDDEN,
+    LINEAR_TOKENS,
     LINEARS,
     RANKS,
     TOKENS,
@@ -37,6 +38,7 @@ from bench_serving.operators_mxfp8 import (
     Rank,
     Routing,
     block_weights,
+    early_launches,
     experts_weights,
     prepare_sglang,
     random_mxfp8,
@@ -46,119 +48,66 @@ from bench_serving.operators_mxfp8 import (
     time_us,
 )
 from bench_serving.operators_mxfp8_check import EXACT, check_experts, relative, say
+from bench_serving.operators_mxfp8_compile import Experts, Grouped, Linear, Work, compiling
 
-LINEAR_TOKENS = (1, 8, 32, 64, 2048)
-PROCESSES = 14
-ROOM = (1 << 16, 1 << 17)
+ROOM = (1 << 17, 1 << 16)
 """Rows of the masked layout to try, the number in use first."""
 
 
-def experts_tiles(rank: Rank, tokens: int) -> list[ExpertsTile]:
+def experts_tiles(rank: Rank, tokens: int) -> list[ExpertsTile | FewExpertsTile]:
     """Divisions to try; the one in use is the first."""
     pairs = tokens * TOPK * rank.experts // EXPERTS
-    base = experts_tile(pairs, rank.experts)
-    if pairs > 8 * rank.experts:
-        shapes = (
-            (128, 32, 64, 4, 3),
-            (128, 64, 128, 8, 3),
-            (128, 128, 64, 8, 3),
-            (128, 256, 64, 8, 3),
-            (256, 128, 64, 8, 3),
-        )
+    base = experts_tile(pairs, rank.experts, rank.width)
+    if isinstance(base, ExpertsTile):
+        shapes = ((128, 64, 64, 4, 3), (128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (256, 128, 64, 8, 3))
         tried = [ExpertsTile(r, p, c, base.walks, w, s) for r, p, c, w, s in shapes]
     else:
-        shapes = ((64, 16, 128, 4, 3), (64, 16, 256, 4, 3), (128, 16, 64, 4, 4), (128, 16, 128, 8, 3))
-        splits = ((1, 1),) if pairs > rank.experts else ((1, 1), (2, 1), (4, 2), (8, 4))
-        tried = [
-            ExpertsTile(r, p, c, base.walks, w, s, up, down if rank.width > 1024 else 1)
-            for r, p, c, w, s in shapes
-            for up, down in splits
-        ]
+        shapes = ((16, 1, 4, 3), (16, 1, 8, 2), (16, 2, 4, 2), (16, 4, 2, 2), (32, 1, 4, 2))
+        ups = [FewTile(r, rw, cw, base.up.tokens, steps) for r, rw, cw, steps in shapes]
+        tried = [replace(base, up=up) for up in ups]
+        tried += [replace(base, walks=3 - base.walks), ExpertsTile(128, 16, 64, base.walks, 4, 4)]
     return [base, *(tile for tile in tried if tile != base)]
 
 
-def linear_tiles(tokens: int, rows: int, columns: int) -> list[LinearTile]:
-    """Likewise for a linear."""
-    base = linear_tile(tokens, rows, columns, 132)
+def linear_tiles(tokens: int, rows: int, columns: int) -> list[LinearTile | FewTile | None]:
+    """Likewise for a linear; None is the way that the operator takes by itself."""
+    base = linear_tile(tokens, rows, columns, multiprocessors(DEVICE))
     if tokens > 64:
-        wider = [replace(base, tokens=128, warps=8, splits=1), replace(base, tokens=256, warps=8, splits=1)]
-        return list(dict.fromkeys([base, replace(base, splits=1), *wider]))
-    tried = [
-        replace(base, columns=256),
-        replace(base, rows=128),
-        replace(base, splits=max(1, base.splits // 2)),
-        replace(base, splits=min(2 * base.splits, columns // 256)),
-        replace(base, stages=4),
+        return [None]
+    if tokens > FEW_TOKENS:
+        return [None, base, replace(base, splits=max(1, base.splits // 2)), replace(base, stages=4)]
+    few = few_tile(tokens, columns)
+    return [
+        None,
+        base,
+        few,
+        replace(few, row_warps=2 * few.row_warps),
+        replace(few, column_warps=max(1, few.column_warps // 2)),
     ]
-    return list(dict.fromkeys([base, *tried]))
 
 
 @contextmanager
 def masked_rows(rows: int) -> Iterator[None]:
     """DeepGEMM's masked layout with so many rows at most."""
-    before = sm90_mxfp8_grouped.MASKED_ROWS
-    sm90_mxfp8_grouped.MASKED_ROWS = rows
+    before = sm90_mxfp8_grouped.masked_rows
+    sm90_mxfp8_grouped.masked_rows = lambda device: rows
     try:
         yield
     finally:
-        sm90_mxfp8_grouped.MASKED_ROWS = before
+        sm90_mxfp8_grouped.masked_rows = before
 
 
-def empty_mxfp8(*shape: int) -> tuple[Tensor, Tensor]:
-    value = torch.empty(shape, dtype=torch.float8_e4m3fn, device=DEVICE)
-    return value, torch.empty(*shape[:-1], shape[-1] // 32, dtype=torch.uint8, device=DEVICE)
-
-
-def compile_one(task: tuple) -> str | None:
-    """Run once, so that the caches on disk have the kernels; returns what went wrong."""
-    begin = time.monotonic()
-    try:
-        if isinstance(task[0], LinearTile):
-            tile, rows, columns = task
-            for tokens in (1, 64):
-                x = torch.empty(tokens, columns, device=DEVICE, dtype=torch.bfloat16)
-                mxfp8_linear(x, *empty_mxfp8(rows, columns), tile=tile)
-        else:
-            rank, work = task
-            w13, w13_scale = empty_mxfp8(rank.experts, 2 * rank.width, HIDDEN)
-            w2, w2_scale = empty_mxfp8(rank.experts, HIDDEN, rank.width)
-            if isinstance(work, ExpertsTile):
-                given = {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale}
-                run_experts(Routing.random(4, rank), given, work)
-            else:
-                scales = [
-                    torch.empty(
-                        *(size // 128 if at else size for at, size in enumerate(w.shape)), device=DEVICE
-                    )
-                    for w in (w13, w2)
-                ]
-                for rows in ROOM:
-                    with masked_rows(rows):
-                        run_grouped(Routing.random(work, rank), [(w13, scales[0]), (w2, scales[1])])
-        torch.cuda.synchronize()
-    except Exception as error:
-        return f"{task}: {type(error).__name__}: {str(error)[:300]}"
-    seconds = time.monotonic() - begin
-    return f"{task} took {seconds:.0f} s" if seconds > 25 else None
-
-
-def compile_tasks(only: str) -> Iterator[tuple]:
+def works(only: str) -> Iterator[Work]:
+    """What is to be compiled."""
     for rank in RANKS:
         if only in f"experts {rank.name}":
-            yield from ((rank, tokens) for tokens in TOKENS)
-    for rank in RANKS:
-        if only in f"experts {rank.name}":
-            tiles = {replace(tile, walks=1) for tokens in TOKENS for tile in experts_tiles(rank, tokens)}
-            yield from ((rank, tile) for tile in tiles)
-    tiles = set()
+            yield from (Grouped(rank, tokens) for tokens in TOKENS)
+            yield from (Experts(rank, 4, tile) for tokens in TOKENS for tile in experts_tiles(rank, tokens))
     for name, (rows, columns) in LINEARS.items():
         if only in f"linear {name}":
             for tokens in LINEAR_TOKENS:
                 for tile in linear_tiles(tokens, rows, columns):
-                    key = replace(tile, splits=min(tile.splits, 2))
-                    if (key, columns % key.columns == 0) not in tiles:
-                        tiles.add((key, columns % key.columns == 0))
-                        yield key, rows, columns
+                    yield Linear(rows, columns, tokens, tile)
 
 
 def parts_us(run: Callable[[], object]) -> dict[str, float]:
@@ -172,7 +121,10 @@ def parts_us(run: Callable[[], object]) -> dict[str, float]:
         torch.cuda.synchronize()
     found = [event for event in profile.key_averages() if event.self_device_time_total > 0]
     found.sort(key=lambda event: -event.self_device_time_total)
-    return {event.key[:60]: round(event.self_device_time_total / 5, 1) for event in found}
+    return {
+        f"{number}: {event.key[:60]}": round(event.self_device_time_total / 5, 1)
+        for number, event in enumerate(found)
+    }
 
 
 def tune_rank(rank: Rank, until: float, stock: Callable[[Routing], Tensor] | None) -> None:
@@ -193,10 +145,10 @@ def tune_rank(rank: Rank, until: float, stock: Callable[[Routing], Tensor] | Non
             theirs = time_us(lambda i: stock(given[i]), 6)  # noqa: B023
             say(**case, how="SGLang BF16", us=round(theirs, 1))
         rate = size * touched / rank.experts / 1e6
-        if rank.experts * tokens > ROOM[0]:
+        if rank.experts * tokens > ROOM[1]:
             with masked_rows(ROOM[1]):
                 more = time_us(lambda i: run_grouped(given[i], blocks[i % 2]), 6)  # noqa: B023
-            say(**case, how="DeepGEMM with twice the room", us=round(more, 1), ratio=round(theirs / more, 2))
+            say(**case, how="DeepGEMM with half the room", us=round(more, 1), ratio=round(theirs / more, 2))
         fast = time_us(lambda i: run_grouped(given[i], blocks[i % 2]), 6)  # noqa: B023
         say(
             **case,
@@ -244,7 +196,7 @@ def tune_linears(only: str, until: float) -> None:
             for tile in linear_tiles(tokens, rows, columns):
                 error = relative(mxfp8_linear(x, *layers[0], tile=tile), want)
                 if error > EXACT / 2:
-                    say(check=name, tile=astuple(tile), error=error, ok=False)
+                    say(check=name, tile=str(tile), error=error, ok=False)
                     continue
                 times[tile] = time_us(lambda i: mxfp8_linear(x, *layers[i], tile=tile), count, 9)  # noqa: B023
             best = min(times, key=times.__getitem__)
@@ -254,9 +206,9 @@ def tune_linears(only: str, until: float) -> None:
                 cublas_us=round(cublas, 2),
                 in_use=round(next(iter(times.values())), 2),
                 best=round(times[best], 2),
-                tile=astuple(best),
+                tile=str(best),
                 ratio=round(cublas / times[best], 2),
-                all={str(astuple(tile)): round(us, 2) for tile, us in times.items()},
+                all={str(tile): round(us, 2) for tile, us in times.items()},
             )
 
 
@@ -264,21 +216,16 @@ def tune(only: str, seconds: float) -> None:
     """Everything, within about so many seconds."""
     begin = time.monotonic()
     until = begin + seconds
-    context = multiprocessing.get_context("spawn")
     ranks = [rank for rank in RANKS if only in f"experts {rank.name}"]
-    with concurrent.futures.ProcessPoolExecutor(PROCESSES, mp_context=context) as pool:
-        compiling = [pool.submit(compile_one, task) for task in compile_tasks(only)]
-        stock: dict[str, Callable[[Routing], Tensor]] = {}
+    stock: dict[str, Callable[[Routing], Tensor]] = {}
+    with compiling(works(only)):
         if ranks and importlib.util.find_spec("sglang") is not None:
             prepare_sglang()
             for rank in ranks:
                 stock[rank.name] = stock_experts(rank)
                 for tokens in TOKENS:
                     stock[rank.name](Routing.random(tokens, rank))
-        for task in compiling:
-            if task.result():
-                say(compiling=task.result())
-    say(compiled_in=round(time.monotonic() - begin, 1), kernels=len(compiling))
+    early_launches()
     for rank in ranks:
         tune_rank(rank, until, stock.pop(rank.name, None))
         torch.cuda.empty_cache()

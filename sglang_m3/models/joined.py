@@ -1,8 +1,9 @@
-"""Two unquantised projections of one input as one matrix product, their parameters still two.
+"""Two projections of one input as one matrix product, their parameters still two.
 
-The weights lie behind each other in one piece of memory. Loading and updating write into the parameters, as
-SGLang's loaders do, and so into the joined weight as well. Whoever moves a parameter elsewhere (offloading,
-packing for a CPU's matrix unit) parts the two, and each is multiplied by itself again.
+The weights lie behind each other in one piece of memory, and so do MXFP8's scales. Loading and updating
+write into the parameters, as SGLang's loaders do, and so into the joined weight as well. Whoever moves a
+parameter elsewhere (offloading, packing for a CPU's matrix unit, an MXFP8 checkpoint that leaves a layer
+unquantised) parts the two, and each is multiplied by itself again.
 """
 
 from __future__ import annotations
@@ -14,35 +15,61 @@ from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from torch import Tensor
 
+from sglang_m3.models.weight_map import SCALE_SUFFIX
+from sglang_m3.quantization.linear import M3MxFp8LinearMethod
+
+PARAMETERS = {UnquantizedLinearMethod: ("weight",), M3MxFp8LinearMethod: ("weight", "weight" + SCALE_SUFFIX)}
+"""Whose products can be joined, and of which parameters."""
+
 
 @dataclass(frozen=True)
 class Joined:
-    """What a linear method of SGLang's reads of a layer: `weight` is `[rows of both, inputs]`."""
+    """What the two linear methods read of a layer.
+
+    Attributes:
+        weight: `[rows of both, inputs]`.
+        weight_scale_inv: of MXFP8, `[rows of both, inputs // 32]`; else None.
+        block_scales: both layers' scales of blocks, None where a layer has none.
+    """
 
     weight: Tensor
+    weight_scale_inv: Tensor | None
+    block_scales: tuple[Tensor | None, Tensor | None]
+
+    @property
+    def weight_block_scale(self) -> Tensor | None:
+        """The scales of the joined weight's blocks; a new tensor each time, of a few hundred numbers."""
+        scales = [scale for scale in self.block_scales if scale is not None]
+        return torch.cat(scales) if len(scales) == 2 else None
 
 
 def lay_together(first: LinearBase, second: LinearBase) -> None:
-    """Move the second one's weight behind the first one's, before anything is loaded; quantised ones stay."""
-    if not all(isinstance(layer.quant_method, UnquantizedLinearMethod) for layer in (first, second)):
-        return
-    weights = (first.weight, second.weight)
-    assert first.bias is None and second.bias is None and weights[0].dtype == weights[1].dtype
-    together = torch.cat([weight.data for weight in weights])
-    for weight, part in zip(weights, together.split([len(weight) for weight in weights])):
-        weight.data = part
+    """Move the second one's parameters behind the first one's, before anything is loaded, if both have one of
+    the methods above."""
+    for name in _names(first, second):
+        parameters = [layer.get_parameter(name) for layer in (first, second)]
+        assert first.bias is None and second.bias is None and parameters[0].dtype == parameters[1].dtype
+        rows = [len(parameter) for parameter in parameters]
+        together = parameters[0].data.new_empty(sum(rows), *parameters[0].shape[1:])
+        for parameter, part in zip(parameters, together.split(rows)):
+            parameter.data = part.copy_(parameter.data)
 
 
 def joined(first: LinearBase, second: LinearBase) -> Joined | None:
     """Both weights as one, in place; None where they do not lie together."""
-    if not isinstance(first.quant_method, UnquantizedLinearMethod):
+    found = []
+    for name in _names(first, second):
+        upper, lower = (layer.get_parameter(name) for layer in (first, second))
+        if upper.data_ptr() + upper.nbytes != lower.data_ptr() or upper.shape[1:] != lower.shape[1:]:
+            return None
+        if upper.untyped_storage().data_ptr() != lower.untyped_storage().data_ptr():
+            return None
+        shape = (len(upper) + len(lower), *upper.shape[1:])
+        found.append(upper.data.as_strided(shape, upper.stride()))
+    if not found:
         return None
-    upper, lower = first.weight, second.weight
-    if upper.data_ptr() + upper.nbytes != lower.data_ptr() or upper.shape[1:] != lower.shape[1:]:
-        return None
-    if upper.untyped_storage().data_ptr() != lower.untyped_storage().data_ptr():
-        return None
-    return Joined(upper.data.as_strided((len(upper) + len(lower), *upper.shape[1:]), upper.stride()))
+    scales = [getattr(layer, "weight_block_scale", None) for layer in (first, second)]
+    return Joined(found[0], found[1] if len(found) == 2 else None, tuple(scales))
 
 
 def project(first: LinearBase, second: LinearBase, inputs: Tensor) -> tuple[Tensor, ...]:
@@ -51,3 +78,11 @@ def project(first: LinearBase, second: LinearBase, inputs: Tensor) -> tuple[Tens
     if one is None:
         return first(inputs)[0], second(inputs)[0]
     return (first.quant_method.apply(one, inputs),)
+
+
+def _names(first: LinearBase, second: LinearBase) -> tuple[str, ...]:
+    """The parameters that make a weight, of both layers alike; none where their products cannot be joined."""
+    for method, names in PARAMETERS.items():
+        if isinstance(first.quant_method, method) and isinstance(second.quant_method, method):
+            return names
+    return ()

@@ -137,7 +137,7 @@ class M3MxFp8ExpertsMethod(FusedMoEMethodBase):
     def takes_many(self, layer: Module, tokens: int, *, on_gpu: bool) -> bool:
         """Whether so many tokens go through DeepGEMM."""
         expected = tokens * layer.top_k
-        return on_gpu and layer.block_scales is not None and expected >= TOKENS_PER_EXPERT * layer.num_experts
+        return on_gpu and layer.block_scales is not None and expected > TOKENS_PER_EXPERT * layer.num_experts
 
     def multiply_few(self, layer: Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """By the weights' exact numbers."""

@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 
 from sglang_m3.models.weight_map import SCALE_SUFFIX
 from sglang_m3.quantization.deep_gemm import multiply
-from sglang_m3.quantization.layout import LINEAR_TOKENS, check_numbers, coarsen, renew
+from sglang_m3.quantization.layout import check_numbers, coarsen, renew, takes_deep_gemm
 from sglang_m3.quantization.loading import LayerTensors, Loader, merged_name, quantize_on
 
 if TYPE_CHECKING:
@@ -114,8 +114,10 @@ class M3MxFp8LinearMethod(LinearMethodBase):
     def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`[..., K]` -> `[..., N]` in `x`'s dtype."""
         rows = x.reshape(-1, x.shape[-1])
-        if rows.is_cuda and layer.weight_block_scale is not None and rows.shape[0] >= LINEAR_TOKENS:
-            out = multiply(rows, (layer.weight, layer.weight_block_scale))
+        many = rows.is_cuda and takes_deep_gemm(rows.shape[0], layer.weight.shape[0])
+        blocks = layer.weight_block_scale if many else None
+        if blocks is not None:
+            out = multiply(rows, (layer.weight, blocks))
         else:
             out = mxfp8_linear(rows, layer.weight, layer.weight_scale_inv)
         out = out.reshape(*x.shape[:-1], out.shape[-1])

@@ -11,7 +11,23 @@ from torch import Tensor
 
 from tests.kernels import sm90  # noqa: F401 (decides how kernels are defined)
 
-from m3_kernels.triton import sm90_mxfp8_experts, sm90_mxfp8_grouped, sm90_mxfp8_linear  # isort: skip
+from m3_kernels.triton import (  # isort: skip
+    sm90_mxfp8_dequantize,
+    sm90_mxfp8_experts,
+    sm90_mxfp8_experts_few,
+    sm90_mxfp8_grouped,
+    sm90_mxfp8_linear,
+    sm90_mxfp8_linear_few,
+)
+
+MODULES = (
+    sm90_mxfp8_dequantize,
+    sm90_mxfp8_experts,
+    sm90_mxfp8_experts_few,
+    sm90_mxfp8_grouped,
+    sm90_mxfp8_linear,
+    sm90_mxfp8_linear_few,
+)
 
 META = torch.device("meta")
 HIDDEN, WIDTH, EXPERTS, TOPK = 6144, 3072, 128, 4
@@ -31,7 +47,7 @@ class Launches:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
     noted: list[tuple[str, tuple[int, ...]]] = []
-    for module in (sm90_mxfp8_experts, sm90_mxfp8_grouped, sm90_mxfp8_linear):
+    for module in MODULES:
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Launches(name, noted))
     return noted
@@ -69,15 +85,23 @@ def test_few_tokens_never_wait_for_the_device(
     out = sm90_mxfp8_experts.mxfp8_experts(x, **given, topk_ids=ids, topk_weights=gates, **SIZES)
     assert out.shape == (tokens, HIDDEN) and out.device == META
     names = [name for name, _ in launched]
-    expected = ["_route_kernel", "_gate_up_kernel", "_active_kernel", "_down_kernel", "_sum_kernel"]
-    assert names == [name for name in expected if name in names] and len(names) >= 4
+    few = 4 * tokens <= 16 * EXPERTS
+    products = ["_gate_up_few_kernel", "_down_few_kernel"] if few else ["_gate_up_kernel", "_down_kernel"]
+    assert names == ["_route_kernel", *products, "_sum_kernel"]
 
 
 @pytest.mark.parametrize(("experts", "width"), RANKS)
 @pytest.mark.parametrize("tokens", [4, 33, 700, 8192])
+@pytest.mark.parametrize("room", [1 << 16, 1 << 17], ids=["80 GB", "141 GB"])
 def test_many_tokens_never_wait_for_the_device(
-    experts: int, width: int, tokens: int, launched: list[tuple[str, tuple[int, ...]]]
+    experts: int,
+    width: int,
+    tokens: int,
+    room: int,
+    launched: list[tuple[str, tuple[int, ...]]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(sm90_mxfp8_grouped, "masked_rows", lambda device: room)
     x, ids, gates = routed(tokens)
     given = weights(experts, width)
     blocks = [
@@ -91,20 +115,29 @@ def test_many_tokens_never_wait_for_the_device(
     )
     out = sm90_mxfp8_grouped.grouped_experts(x, *blocks, ids, gates, products, **SIZES)
     assert out.shape == (tokens, HIDDEN) and out.device == META
-    masked = experts * tokens <= sm90_mxfp8_grouped.MASKED_ROWS or experts == 16
+    masked = experts * tokens <= room or experts == 16
     assert {how for how, _ in used} == {"masked" if masked else "contiguous"}
-    # 1.4 GB for gate and up, and as much again for what follows, at most.
-    assert max(rows for _, rows in used) <= sm90_mxfp8_grouped.MASKED_ROWS
+    assert max(rows for _, rows in used) <= room
     passes = sum(name == "_rank_kernel" for name, _ in launched)
-    assert len(used) == 2 * passes == (4 if (experts, tokens) == (16, 8192) else 2)
+    assert len(used) == 2 * passes == (4 if (experts, tokens, room) == (16, 8192, 1 << 16) else 2)
 
 
-def test_a_linear_never_waits_for_the_device(launched: list[tuple[str, tuple[int, ...]]]) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "kernels"),
+    [(7, ["_few_kernel"]), (20, ["_linear_kernel", "_add_kernel"]), (300, ["_dequantize_kernel"])],
+)
+def test_a_linear_never_waits_for_the_device(
+    tokens: int,
+    kernels: list[str],
+    launched: list[tuple[str, tuple[int, ...]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sm90_mxfp8_linear, "multiprocessors", lambda device: 132)
     weight = torch.empty(1280, HIDDEN, dtype=torch.float8_e4m3fn, device=META)
     scale = torch.empty(1280, HIDDEN // 32, dtype=torch.uint8, device=META)
-    x = torch.empty(7, HIDDEN, dtype=torch.bfloat16, device=META)
-    tile = sm90_mxfp8_linear.linear_tile(7, 1280, HIDDEN, 132)
-    assert sm90_mxfp8_linear.mxfp8_linear(x, weight, scale, tile=tile).shape == (7, 1280)
+    x = torch.empty(tokens, HIDDEN, dtype=torch.bfloat16, device=META)
+    assert sm90_mxfp8_linear.mxfp8_linear(x, weight, scale).shape == (tokens, 1280)
     values, scales = sm90_mxfp8_grouped.quantize_rows(x, None)
-    assert values.shape == x.shape and scales.shape == (7, 48) and scales.stride() == (1, 8)
-    assert [name for name, _ in launched] == ["_linear_kernel", "_add_kernel", "_quantize_kernel"]
+    assert values.shape == x.shape and scales.shape == (tokens, 48)
+    assert scales.stride() == (1, -(-tokens // 4) * 4)
+    assert [name for name, _ in launched] == [*kernels, "_quantize_kernel"]

@@ -58,7 +58,7 @@ def test_linear_equals_float64(tokens: int, rows: int, columns: int) -> None:
 def test_split_sums_and_strided_rows_change_nothing(splits: int) -> None:
     generator = torch.Generator().manual_seed(splits)
     value, scale = weight(generator, 80, 672)
-    wide = torch.randn(19, 700, generator=generator).bfloat16().to(DEVICE)
+    wide = torch.randn(37, 700, generator=generator).bfloat16().to(DEVICE)
     got = mxfp8_linear(wide[:, :672], value, scale, tile=LinearTile(64, 32, 128, splits, 4, 2))
     assert relative(got, reference_linear(wide[:, :672].double(), value, scale)) < ONE_PRODUCT
     again = mxfp8_linear(wide[:, :672], value, scale, tile=LinearTile(64, 32, 128, splits, 4, 2))
@@ -135,19 +135,14 @@ def test_experts_equal_float64_beyond_the_limits(
     assert torch.equal(got, run(mxfp8_experts, case, first, last))
 
 
-@pytest.mark.parametrize(
-    ("walks", "splits", "id_dtype"),
-    [(1, (1, 1), torch.int32), (3, (1, 2), torch.int64), (1, (3, 1), torch.int32)],
-)
-def test_padded_and_foreign_choices_contribute_nothing(
-    walks: int, splits: tuple[int, int], id_dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(("walks", "id_dtype"), [(1, torch.int32), (3, torch.int64)])
+def test_padded_and_foreign_choices_contribute_nothing(walks: int, id_dtype: torch.dtype) -> None:
     case = experts_case(7, 37, 5, 96, 64, 2)
     case["topk_ids"] = case["topk_ids"].to(id_dtype)
     case["topk_ids"][::4] = -1
     case["topk_ids"][1] = 9
     case["topk_weights"][::4] = float("nan")
-    got = run(mxfp8_experts, case, 1, 3, tile=ExpertsTile(64, 16, 32, walks, 4, 2, *splits))
+    got = run(mxfp8_experts, case, 1, 3, tile=ExpertsTile(64, 16, 32, walks, 4, 2))
     want = run(reference_experts, case | {"x": case["x"].double()}, 1, 3)
     assert not got[::4].any() and not got[1].any()
     assert relative(got, want) < TWO_PRODUCTS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from m3_kernels.reference.coarsen_mxfp8 import block_scales, coarsen_mxfp8
@@ -18,6 +20,7 @@ from m3_kernels.triton.sm90_mxfp8_grouped import (  # isort: skip
     Places,
     Quantized,
     grouped_experts,
+    masked_rows,
     masked_tokens,
     place_contiguous,
     place_masked,
@@ -95,11 +98,25 @@ def test_every_local_pair_has_a_row_of_its_experts_in_order(tokens: int) -> None
 
 
 def test_tokens_are_divided_by_the_room_that_the_rank_needs() -> None:
-    assert masked_tokens(8192, 16, 128) == 4096, "EP8: part by part"
-    assert masked_tokens(4096, 16, 128) == 4096 and masked_tokens(33, 16, 128) == 33
-    assert masked_tokens(512, 128, 128) == 512 and masked_tokens(513, 128, 128) == 0, "TP8: contiguous"
-    assert masked_tokens(8192, 32, 128) == 2048 and masked_tokens(8192, 64, 128) == 0
-    assert masked_tokens(9, 100_000, 100_000) == 0
+    small, large = 1 << 16, 1 << 17
+    assert masked_tokens(8192, 16, 128, large) == 8192 and masked_tokens(8193, 16, 128, large) == 8192
+    assert masked_tokens(8192, 16, 128, small) == 4096, "EP8 with less memory: part by part"
+    assert masked_tokens(4096, 16, 128, small) == 4096 and masked_tokens(33, 16, 128, small) == 33
+    assert masked_tokens(512, 128, 128, small) == 512, "TP8"
+    assert masked_tokens(513, 128, 128, small) == 0, "TP8 with many tokens: contiguous"
+    assert masked_tokens(8192, 32, 128, small) == 2048 and masked_tokens(8192, 64, 128, small) == 0
+    assert masked_tokens(9, 100_000, 100_000, small) == 0
+
+
+def test_room_follows_the_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = {"total_memory": 150e9}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties))
+    masked_rows.cache_clear()
+    assert masked_rows(torch.device("cuda")) == 1 << 17 and masked_rows(torch.device("cpu")) == 1 << 16
+    properties["total_memory"] = 85e9
+    masked_rows.cache_clear()
+    assert masked_rows(torch.device("cuda")) == 1 << 16
+    masked_rows.cache_clear()
 
 
 def test_activations_are_rounded_once_with_a_scale_per_row_and_group() -> None:

@@ -6,10 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from m3_kernels.reference.quantize_mxfp8 import quantize_mxfp8
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from torch import nn
 
 from sglang_m3.models.joined import joined, lay_together, project
+from sglang_m3.quantization.config import M3MxFp8Config
+from sglang_m3.quantization.linear import M3MxFp8LinearMethod
 
 INPUTS, ROWS = 24, (40, 9)
 
@@ -61,7 +64,35 @@ def test_a_parameter_that_was_moved_is_multiplied_by_itself(pair: tuple[Layer, L
         assert torch.equal(output, inputs @ layer.weight.T)
 
 
-def test_quantised_projections_stay_where_they_are() -> None:
+def mxfp8_pair() -> tuple[Layer, Layer]:
+    config = M3MxFp8Config("plain")
+    layers = tuple(Layer(rows, M3MxFp8LinearMethod(config, f"layer.{rows}")) for rows in ROWS)
+    for layer in layers:
+        value, scale = quantize_mxfp8(torch.randn(len(layer.weight), 32))
+        layer.weight = nn.Parameter(value, requires_grad=False)
+        layer.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
+        layer.weight_block_scale = None
+    return layers
+
+
+def test_mxfp8_projections_are_one_product_until_a_checkpoint_leaves_one_unquantised() -> None:
+    first, second = mxfp8_pair()
+    lay_together(first, second)
+    inputs = torch.randn(5, 32)
+    want = [layer.quant_method.apply(layer, inputs) for layer in (first, second)]
+    (both,) = project(first, second, inputs)
+    torch.testing.assert_close(both, torch.cat(want, 1), atol=1e-5, rtol=1e-5)
+    assert both.std() > 0.1
+    assert joined(first, second).weight_block_scale is None
+    first.weight_block_scale = torch.tensor([[1.0, 2.0]])
+    assert joined(first, second).weight_block_scale is None, "one of two has no scales of blocks"
+    second.weight_block_scale = torch.tensor([[3.0, 4.0]])
+    assert joined(first, second).weight_block_scale.tolist() == [[1, 2], [3, 4]]
+    second.quant_method = UnquantizedLinearMethod()
+    assert joined(first, second) is None
+
+
+def test_quantised_projections_of_other_methods_stay_where_they_are() -> None:
     first, second = Layer(4, UnquantizedLinearMethod()), Layer(4, SimpleNamespace())
     at = (first.weight.data_ptr(), second.weight.data_ptr())
     lay_together(first, second)

@@ -131,7 +131,7 @@ def test_the_number_of_tokens_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     method = M3MxFp8ExpertsMethod(M3MxFp8Config("plain"), "layer.mlp.experts")
     layer = Module()
     layer.num_experts, layer.top_k, layer.block_scales = 128, 4, {"w13_weight": None}
-    assert [method.takes_many(layer, tokens, on_gpu=True) for tokens in (1, 31, 32, 8192)] == [
+    assert [method.takes_many(layer, tokens, on_gpu=True) for tokens in (1, 64, 65, 8192)] == [
         False,
         False,
         True,
@@ -140,3 +140,18 @@ def test_the_number_of_tokens_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not method.takes_many(layer, 8192, on_gpu=False)
     layer.block_scales = None
     assert not method.takes_many(layer, 8192, on_gpu=True)
+
+
+def test_linears_go_through_deep_gemm_where_it_measured_faster() -> None:
+    assert [layout_module.takes_deep_gemm(tokens, 6144) for tokens in (1, 16, 17, 8192)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert [layout_module.takes_deep_gemm(tokens, 1536) for tokens in (16, 17, 512, 513)] == [
+        False,
+        True,
+        True,
+        False,
+    ]

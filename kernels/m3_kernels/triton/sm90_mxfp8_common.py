@@ -12,6 +12,9 @@ from m3_kernels.triton.sm90_common import INTERPRETING
 OPERAND = tl.float32 if INTERPRETING else tl.bfloat16
 """Type of the operands of a product; the interpreter multiplies bfloat16 wrongly."""
 
+EARLY = tl.constexpr(not INTERPRETING)
+"""Whether a launch is set up while the one before it still runs; its kernel waits before it reads what that
+one writes (`early_launch`)."""
 
 LIFT = tl.constexpr(64)
 """Operands are 2 ** LIFT times too small, which the accumulators make good: see `dequantized`."""
@@ -36,15 +39,8 @@ time, at an eighth of the rate."""
 
 
 @triton.jit
-def dequantized(weight, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OPERAND: tl.constexpr):
-    """`[ROWS, COLUMNS]` E4M3 with `[ROWS, COLUMNS // 32]` scale bytes -> OPERAND, columns in another order.
-
-    The numbers are value * 2 ** (scale - 127 - LIFT), so that one product with a bfloat16 factor takes
-    the bits of `_BITS` there: exact for the bytes 74 to 198 (2 ** -53 to 2 ** 71); smaller ones lose what
-    is below 2 ** -69, greater ones give NaN, as 255 must. E4M3's NaN counts as 480.
-    `operand_columns` says which column is where: a thread then finds its four values of a fragment side by
-    side in memory.
-    """
+def numbers_and_factor(weight, scale, OPERAND: tl.constexpr):
+    """E4M3 values and scale bytes as OPERAND: their products are value * 2 ** (scale - 127 - LIFT)."""
     if OPERAND == tl.float32:  # noqa: SIM300 (Triton compares types from the left)
         bits = tl.where(scale == 0, 1 << 22, scale.to(tl.int32) << 23)
         factor = tl.where(scale > 198, 0x7FC00000, bits).to(tl.float32, bitcast=True) * (2.0**-LIFT)
@@ -55,6 +51,20 @@ def dequantized(weight, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OPERAN
         numbers = tl.inline_asm_elementwise(
             _BITS, "=r,=r,r", [weight.to(tl.uint8, bitcast=True)], dtype=tl.bfloat16, is_pure=True, pack=4
         )
+    return numbers, factor
+
+
+@triton.jit
+def dequantized(weight, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OPERAND: tl.constexpr):
+    """`[ROWS, COLUMNS]` E4M3 with `[ROWS, COLUMNS // 32]` scale bytes -> OPERAND, columns in another order.
+
+    The numbers are value * 2 ** (scale - 127 - LIFT), so that one product with a bfloat16 factor takes
+    the bits of `_BITS` there: exact for the bytes 74 to 198 (2 ** -53 to 2 ** 71); smaller ones lose what
+    is below 2 ** -69, greater ones give NaN, as 255 must. E4M3's NaN counts as 480.
+    `operand_columns` says which column is where: a thread then finds its four values of a fragment side by
+    side in memory.
+    """
+    numbers, factor = numbers_and_factor(weight, scale, OPERAND)
     groups = tl.reshape(numbers, (ROWS, COLUMNS // 32, 32))
     numbers = tl.reshape(groups * factor[:, :, None], (ROWS, COLUMNS // 16, 4, 2, 2))
     return tl.reshape(tl.permute(numbers, (0, 1, 3, 2, 4)), (ROWS, COLUMNS))

@@ -1,9 +1,9 @@
 """The routed experts of a layer with MXFP8 weights on sm90, dequantising in registers.
 
 Four launches: the pairs of a token and one of its experts are put in the order of experts; gate, up and the
-activation; down; and each token's sum. A tile is `[weight rows, pairs of one expert]`, as in
-`sm90_mxfp8_linear`. Programs of experts without pairs end at once, so their weights are not read. With few
-pairs the columns of a product are split over programs; a fifth launch adds gate and up then.
+activation; down; and each token's sum. Programs of experts without pairs end at once, so their weights are
+not read. With few pairs per expert both products are those of `sm90_mxfp8_experts_few`; with more a tile is
+`[weight rows, pairs of one expert]`, as in `sm90_mxfp8_linear`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from m3_kernels.triton.sm90_common import early_launch
 from m3_kernels.triton.sm90_mxfp8_common import (
+    EARLY,
     OPERAND,
     check_weight,
     operand_columns,
@@ -23,6 +26,8 @@ from m3_kernels.triton.sm90_mxfp8_common import (
     product,
     swiglu_oai,
 )
+from m3_kernels.triton.sm90_mxfp8_experts_few import FewExpertsTile, down_few, gate_up_few
+from m3_kernels.triton.sm90_mxfp8_linear_few import CHUNK, FewTile
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,6 @@ class ExpertsTile:
 
     Half of a tile's rows in the first product are gate rows, the others the same columns' up rows.
     `walks`: programs that share one expert's pairs, each taking every walks-th tile.
-    `up_splits`, `down_splits`: programs that share the columns of the first and the second product.
     """
 
     rows: int
@@ -40,20 +44,22 @@ class ExpertsTile:
     walks: int
     warps: int
     stages: int
-    up_splits: int = 1
-    down_splits: int = 1
 
 
-def experts_tile(pairs: int, experts: int) -> ExpertsTile:
-    """The division where so many pairs are expected for these experts."""
+def experts_tile(pairs: int, experts: int, inner: int) -> ExpertsTile | FewExpertsTile:
+    """The division where so many pairs are expected for these experts, which are `inner` wide."""
     each = triton.cdiv(pairs, experts)
-    if each > 8:
+    if each > 64:
+        return ExpertsTile(256, pairs=128, columns=64, walks=triton.cdiv(each, 64) + 1, warps=8, stages=3)
+    if each > 16:
         return ExpertsTile(128, pairs=64, columns=64, walks=triton.cdiv(each, 64) + 1, warps=4, stages=3)
-    walks = 1 if pairs <= experts else 2
-    if experts > 32:
-        return ExpertsTile(128, pairs=16, columns=64, walks=walks, warps=4, stages=3)
-    columns = 256 if 4 * pairs < experts else 128
-    return ExpertsTile(64, pairs=16, columns=columns, walks=walks, warps=4, stages=3)
+    in_tile = 8 if each <= 2 else 16
+    down = FewTile(16, 1, 4, in_tile, 3) if inner >= 8 * CHUNK else FewTile(16, 4, 1, in_tile, 3)
+    if each > 2:
+        return FewExpertsTile(FewTile(32, 1, 4, in_tile, 2), down, walks=2)
+    # So few experts have pairs that a program more along the columns is better than one behind the other.
+    up = FewTile(16, 1, 8, in_tile, 2) if 8 * pairs <= experts else FewTile(16, 1, 4, in_tile, 3)
+    return FewExpertsTile(up, down, walks=1)
 
 
 def mxfp8_experts(
@@ -69,7 +75,7 @@ def mxfp8_experts(
     limit: float,
     first_expert: int,
     model_experts: int | None = None,
-    tile: ExpertsTile | None = None,
+    tile: ExpertsTile | FewExpertsTile | None = None,
 ) -> Tensor:
     """The sum over each token's experts here; contract: `m3_kernels.reference.mxfp8_experts`.
 
@@ -88,125 +94,145 @@ def mxfp8_experts(
     out = torch.empty_like(x)
     if tokens == 0:
         return out
-    tile = tile or experts_tile(pairs * experts // (model_experts or experts), experts)
-    order, offset, placed = route(topk_ids, experts, first_expert, x)
+    tile = tile or experts_tile(pairs * experts // (model_experts or experts), experts, inner)
     hidden = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-    parts = hidden
-    if tile.up_splits > 1:
-        parts = torch.empty(tile.up_splits, pairs, 2 * inner, dtype=torch.float32, device=x.device)
-    shape = {
-        "PAIRS": tile.pairs,
-        "COLUMNS": tile.columns,
-        "OPERAND": OPERAND,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
-    _gate_up_kernel[(triton.cdiv(2 * inner, tile.rows) * tile.up_splits, experts, tile.walks)](
-        placed,
-        w13,
-        w13_scale,
+    routed = torch.empty(pairs, columns, dtype=x.dtype, device=x.device)
+    topk_weights = topk_weights.contiguous()
+    if isinstance(tile, FewExpertsTile):
+        order, offset, _ = route(topk_ids, experts, first_expert, None)
+        gate_up_few(x.contiguous(), w13, w13_scale, order, offset, hidden, topk, alpha, limit, tile)
+        down_few(hidden, w2, w2_scale, order, offset, topk_weights, routed, tile)
+    else:
+        order, offset, placed = route(topk_ids, experts, first_expert, x)
+        _gate_up(placed, w13, w13_scale, order, offset, hidden, topk, alpha, limit, tile)
+        _down(hidden, w2, w2_scale, order, offset, topk_weights, routed, tile)
+    _sum(routed, topk_ids, first_expert, experts, out)
+    return out
+
+
+def _gate_up(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    order: Tensor,
+    offset: Tensor,
+    hidden: Tensor,
+    topk: int,
+    alpha: float,
+    limit: float,
+    tile: ExpertsTile,
+) -> None:
+    """`hidden` `[pairs, I]`, in the order of experts and that of the next product's columns; `x` as `route`
+    gives it."""
+    experts, rows, columns = weight.shape
+    inner = rows // 2
+    _gate_up_kernel[(triton.cdiv(rows, tile.rows), experts, tile.walks)](
+        x,
+        weight,
+        scale,
         order,
         offset,
-        parts,
-        pairs,
+        hidden,
         columns,
         inner,
         topk,
         alpha,
         limit,
-        _split_columns(columns, tile.columns, tile.up_splits),
-        ROWS=tile.rows,
-        SPLITS=tile.up_splits,
-        EVEN=columns % tile.columns == 0,
-        **shape,
+        **_constants(tile, columns),
     )
-    if tile.up_splits > 1:
-        block = 512
-        _active_kernel[(pairs, triton.cdiv(inner, block))](
-            parts,
-            offset,
-            hidden,
-            pairs,
-            inner,
-            experts,
-            alpha,
-            limit,
-            SPLITS=tile.up_splits,
-            COLUMNS=block,
-            num_warps=4,
-        )
-    dtype = x.dtype if tile.down_splits == 1 else torch.float32
-    routed = torch.empty(tile.down_splits, pairs, columns, dtype=dtype, device=x.device)
-    _down_kernel[(triton.cdiv(columns, tile.rows) * tile.down_splits, experts, tile.walks)](
+
+
+def _down(
+    hidden: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    order: Tensor,
+    offset: Tensor,
+    topk_weights: Tensor,
+    routed: Tensor,
+    tile: ExpertsTile,
+) -> None:
+    """`routed` `[pairs, K]`, by pair number: the expert's output times its weight."""
+    experts, columns, inner = weight.shape
+    _down_kernel[(triton.cdiv(columns, tile.rows), experts, tile.walks)](
         hidden,
-        w2,
-        w2_scale,
+        weight,
+        scale,
         order,
         offset,
-        topk_weights.contiguous(),
+        topk_weights,
         routed,
-        pairs,
         columns,
         inner,
-        _split_columns(inner, tile.columns, tile.down_splits),
-        ROWS=tile.rows,
-        SPLITS=tile.down_splits,
-        EVEN=inner % tile.columns == 0,
-        **shape,
+        **_constants(tile, inner),
     )
+
+
+def _constants(tile: ExpertsTile, columns: int) -> dict[str, object]:
+    return {
+        "ROWS": tile.rows,
+        "PAIRS": tile.pairs,
+        "COLUMNS": tile.columns,
+        "EVEN": columns % tile.columns == 0,
+        "OPERAND": OPERAND,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+
+
+def _sum(routed: Tensor, topk_ids: Tensor, first_expert: int, experts: int, out: Tensor) -> None:
+    """`out` `[M, K]`: each token's sum over its choices here of `routed` `[M * topk, K]`."""
+    tokens, columns = out.shape
     block = 1024
     _sum_kernel[(tokens, triton.cdiv(columns, block))](
         routed,
         topk_ids.contiguous(),
         out,
-        tokens,
         columns,
         first_expert,
         experts,
-        TOPK=topk,
-        SPLITS=tile.down_splits,
+        TOPK=topk_ids.shape[1],
         COLUMNS=block,
         num_warps=4,
+        **early_launch(True),
     )
-    return out
 
 
-def _split_columns(columns: int, tile_columns: int, splits: int) -> int:
-    """Columns of a split: whole tiles, as equally as they can be divided."""
-    return triton.cdiv(triton.cdiv(columns, tile_columns), splits) * tile_columns
-
-
-def route(topk_ids: Tensor, experts: int, first_expert: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def route(
+    topk_ids: Tensor, experts: int, first_expert: int, x: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The pairs in the order of this rank's experts, and the tokens' columns in that of the products.
 
     Args:
         topk_ids: `[M, topk]`; pair number m * topk + j is token m's j-th choice.
-        x: `[M, K]`.
+        x: `[M, K]` or None.
 
     Returns:
         `[M * topk]` int32, pairs by expert and then by number; `[experts + 1]` int32, where each expert's
-        begin, and where the last one's end; and `[M, K]`, `x` in the order of `operand_columns`. Entries of
-        the first past the end are not written.
+        begin, and where the last one's end; and `[M, K]`, `x` in the order of `operand_columns`, if it is
+        given. Entries of the first past the end are not written.
     """
     pairs = topk_ids.numel()
     order = torch.empty(pairs, dtype=torch.int32, device=topk_ids.device)
     offset = torch.empty(experts + 1, dtype=torch.int32, device=topk_ids.device)
-    placed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    placed = None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    values = 0 if x is None else x.numel()
     chunk = min(4096, max(16, triton.next_power_of_2(pairs)))
     block = 2048
-    _route_kernel[(experts + triton.cdiv(x.numel(), block),)](
+    _route_kernel[(experts + triton.cdiv(values, block),)](
         topk_ids.contiguous(),
-        x.contiguous(),
+        order if x is None else x.contiguous(),
         order,
         offset,
-        placed,
+        order if placed is None else placed,
         pairs,
-        x.numel(),
+        values,
         first_expert,
         experts,
         CHUNK=chunk,
         VALUES=block,
         num_warps=4,
+        **early_launch(True),
     )
     return order, offset, placed
 
@@ -227,6 +253,9 @@ def _route_kernel(
 ):
     """One program per expert counts the pairs of the experts before its own, and then places its own; the
     programs after them reorder the tokens' columns."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     expert = tl.program_id(0)
     if expert >= experts:
         begin = (expert - experts).to(tl.int64) * VALUES
@@ -252,41 +281,33 @@ def _route_kernel(
         tl.store(offset + experts, place)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit
 def _gate_up_kernel(
     x,
     weight,
     scale,
     order,
     offset,
-    out,
-    pairs,
+    hidden,
     columns,
     inner,
     topk,
     alpha,
     limit,
-    split_columns,
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
     EVEN: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """In the order of experts, `out` is `[pairs, inner]`, the activation of gate and up, ready for the next
-    product; or with splits `[splits, pairs, 2 * inner]`, gate and up over each split's columns."""
     expert = tl.program_id(1)
     begin = tl.load(offset + expert)
     end = tl.load(offset + expert + 1)
     half: tl.constexpr = ROWS // 2
-    tile = tl.program_id(0) // SPLITS
-    split = tl.program_id(0) % SPLITS
+    tile = tl.program_id(0)
     row = tile * half + tl.arange(0, ROWS) % half
     part = tl.arange(0, ROWS) // half
     weight_row = (expert.to(tl.int64) * 2 * inner + part * inner + tl.minimum(row, inner - 1))[:, None]
-    first_column = tl.multiple_of(split * split_columns, COLUMNS)
-    last_column = tl.minimum(first_column + split_columns, columns)
     for first in range(begin + tl.program_id(2) * PAIRS, end, tl.num_programs(2) * PAIRS):
         at = first + tl.arange(0, PAIRS)
         token = tl.load(order + at, mask=at < end, other=0) // topk
@@ -294,8 +315,8 @@ def _gate_up_kernel(
             weight + weight_row * columns,
             scale + weight_row * (columns // 32),
             x + token.to(tl.int64)[:, None] * columns,
-            first_column,
-            last_column,
+            0,
+            columns,
             columns,
             ROWS,
             COLUMNS,
@@ -304,42 +325,15 @@ def _gate_up_kernel(
             True,
             OPERAND,
         )
-        if SPLITS == 1:
-            gate, up = tl.split(tl.permute(tl.reshape(acc, (2, half, PAIRS)), (1, 2, 0)))
-            active = swiglu_oai(gate, up, alpha, limit)
-            to = tile * half + tl.arange(0, half)
-            inside = (to < inner)[:, None] & (at < end)[None, :]
-            place = at.to(tl.int64)[None, :] * inner + operand_place(to)[:, None]
-            tl.store(out + place, active.to(out.dtype.element_ty), mask=inside)
-        else:
-            inside = (row < inner)[:, None] & (at < end)[None, :]
-            place = (split.to(tl.int64) * pairs + at)[None, :] * 2 * inner + (part * inner + row)[:, None]
-            tl.store(out + place, acc, mask=inside)
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, half, PAIRS)), (1, 2, 0)))
+        active = swiglu_oai(gate, up, alpha, limit)
+        to = tile * half + tl.arange(0, half)
+        inside = (to < inner)[:, None] & (at < end)[None, :]
+        place = at.to(tl.int64)[None, :] * inner + operand_place(to)[:, None]
+        tl.store(hidden + place, active.to(hidden.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["pairs"])
-def _active_kernel(
-    parts, offset, hidden, pairs, inner, experts, alpha, limit, SPLITS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """`hidden` `[pairs, inner]`, ready for the next product: the activation of the sum of all splits."""
-    pair = tl.program_id(0)
-    if pair >= tl.load(offset + experts):
-        return
-    place = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    column = tl.program_id(1) * COLUMNS + operand_columns(COLUMNS)
-    gate = tl.zeros((COLUMNS,), tl.float32)
-    up = tl.zeros((COLUMNS,), tl.float32)
-    for split in tl.static_range(SPLITS):
-        at = parts + (tl.cast(split, tl.int64) * pairs + pair) * 2 * inner + column
-        gate += tl.load(at, mask=column < inner, other=0.0)
-        up += tl.load(at + inner, mask=column < inner, other=0.0)
-    active = swiglu_oai(gate, up, alpha, limit)
-    tl.store(
-        hidden + pair.to(tl.int64) * inner + place, active.to(hidden.dtype.element_ty), mask=place < inner
-    )
-
-
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit
 def _down_kernel(
     hidden,
     weight,
@@ -348,27 +342,19 @@ def _down_kernel(
     offset,
     topk_weights,
     routed,
-    pairs,
     columns,
     inner,
-    split_columns,
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
     EVEN: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """`routed` `[splits, pairs, columns]`, by pair number: the expert's output times its weight, over each
-    split's columns."""
     expert = tl.program_id(1)
     begin = tl.load(offset + expert)
     end = tl.load(offset + expert + 1)
-    split = tl.program_id(0) % SPLITS
-    row = tl.program_id(0) // SPLITS * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     weight_row = (expert.to(tl.int64) * columns + tl.minimum(row, columns - 1))[:, None]
-    first_column = tl.multiple_of(split * split_columns, COLUMNS)
-    last_column = tl.minimum(first_column + split_columns, inner)
     for first in range(begin + tl.program_id(2) * PAIRS, end, tl.num_programs(2) * PAIRS):
         at = first + tl.arange(0, PAIRS)
         safe = tl.minimum(at, end - 1)
@@ -377,8 +363,8 @@ def _down_kernel(
             weight + weight_row * inner,
             scale + weight_row * (inner // 32),
             hidden + safe.to(tl.int64)[:, None] * inner,
-            first_column,
-            last_column,
+            0,
+            inner,
             inner,
             ROWS,
             COLUMNS,
@@ -389,24 +375,25 @@ def _down_kernel(
         )
         acc = acc * tl.load(topk_weights + pair)[None, :]
         inside = (row < columns)[:, None] & (at < end)[None, :]
-        place = (split.to(tl.int64) * pairs + pair)[None, :] * columns + row[:, None]
+        place = pair.to(tl.int64)[None, :] * columns + row[:, None]
         tl.store(routed + place, acc.to(routed.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
 def _sum_kernel(
     routed,
     ids,
     out,
-    tokens,
     columns,
     first_expert,
     experts,
     TOPK: tl.constexpr,
-    SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """`out` `[tokens, columns]`: each token's sum over its choices on this rank, in their order."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
@@ -415,7 +402,5 @@ def _sum_kernel(
         pair = token * TOPK + choice
         local = tl.load(ids + pair).to(tl.int32) - first_expert
         here = (local >= 0) & (local < experts)
-        for split in tl.static_range(SPLITS):
-            row = (split * tokens.to(tl.int64) * TOPK + pair) * columns
-            total += tl.load(routed + row + column, mask=inside & here, other=0.0).to(tl.float32)
+        total += tl.load(routed + pair * columns + column, mask=inside & here, other=0.0).to(tl.float32)
     tl.store(out + token * columns + column, total.to(out.dtype.element_ty), mask=inside)

@@ -9,6 +9,7 @@ that nothing fills. Activations become E4M3 with one scale per row and 128 colum
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,17 +17,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from m3_kernels.triton.sm90_mxfp8_common import swiglu_oai
+from m3_kernels.triton.sm90_common import early_launch
+from m3_kernels.triton.sm90_mxfp8_common import EARLY, swiglu_oai
 
 SEGMENT = 128
 """An expert's rows are a multiple of this: the largest tile of rows that the product works on."""
 
 GROUP = 128
 """Columns that share one scale of an activation."""
-
-MASKED_ROWS = 1 << 16
-"""Rows of the masked layout over all experts, at most: with M3's widths they take 1.2 GB."""
 
 Quantized = tuple[Tensor, Tensor]
 """`[..., R, K]` float8_e4m3fn and `[..., R, K // 128]` float32, the latter of activations column by column
@@ -80,7 +80,7 @@ def grouped_experts(
     out = torch.empty_like(x)
     if tokens == 0:
         return out
-    masked = masked_tokens(tokens, experts, model_experts or experts)
+    masked = masked_tokens(tokens, experts, model_experts or experts, masked_rows(x.device))
     step = masked or tokens
     for begin in range(0, tokens, step):
         part = slice(begin, begin + step)
@@ -104,13 +104,24 @@ def grouped_experts(
     return out
 
 
-def masked_tokens(tokens: int, experts: int, model_experts: int) -> int:
+@functools.cache
+def masked_rows(device: torch.device) -> int:
+    """Rows of the masked layout over all experts, at most. With M3's widths 131,072 of them, enough for 8,192
+    tokens on a rank of eight, take up to 2.4 GB; GPUs of less than 100 GB have half of them."""
+    large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory > 100e9
+    return 1 << 17 if large else 1 << 16
+
+
+def masked_tokens(tokens: int, experts: int, model_experts: int, rows: int) -> int:
     """Tokens that go through the masked layout together; 0 for the contiguous one.
 
     On a rank with a quarter of the experts or less most rows of the contiguous layout would stay empty, as
     there must be enough for any routing; tokens rather go through the masked layout part by part then.
+
+    Args:
+        rows: of the masked layout over all experts, at most.
     """
-    most = MASKED_ROWS // experts // SEGMENT * SEGMENT
+    most = rows // experts // SEGMENT * SEGMENT
     if tokens <= most or (most and 4 * experts <= model_experts):
         return min(tokens, most)
     return 0
@@ -160,7 +171,8 @@ def place_contiguous(topk_ids: Tensor, experts: int, first_expert: int) -> Place
         CHUNK=_chunk(pairs),
         EXPERTS=triton.next_power_of_2(experts),
         SEGMENT=SEGMENT,
-        num_warps=4,
+        num_warps=_scan_warps(pairs),
+        **early_launch(True),
     )
     return Places((rows,), row, counts, owner)
 
@@ -170,13 +182,27 @@ def _chunk(pairs: int) -> int:
     return min(4096, max(SEGMENT, triton.next_power_of_2(pairs)))
 
 
+def _scan_warps(pairs: int) -> int:
+    """Warps of a program that looks at all pairs."""
+    return 16 if pairs > 2048 else 4
+
+
 def _rank(topk_ids: Tensor, experts: int, first_expert: int, capacity: int) -> tuple[Tensor, Tensor]:
     """`[M * topk]` int32, expert * capacity + the pair's number among its expert's; and `[E]`, the counts."""
     pairs = topk_ids.numel()
     row = torch.empty(pairs, dtype=torch.int32, device=topk_ids.device)
     counts = torch.empty(experts, dtype=torch.int32, device=topk_ids.device)
     _rank_kernel[(experts + 1,)](
-        topk_ids, row, counts, pairs, first_expert, experts, capacity, CHUNK=_chunk(pairs), num_warps=4
+        topk_ids,
+        row,
+        counts,
+        pairs,
+        first_expert,
+        experts,
+        capacity,
+        CHUNK=_chunk(pairs),
+        num_warps=_scan_warps(pairs),
+        **early_launch(True),
     )
     return row, counts
 
@@ -188,19 +214,19 @@ def quantize_rows(x: Tensor, places: Places | None) -> Quantized:
     the magnitude being at least 1e-10.
     """
     tokens, columns = x.shape
+    assert tokens > 0
     values, scale, capacity = _quantized((tokens,) if places is None else places.shape, columns, x.device)
-    pairs = tokens if places is None else places.row.numel()
-    _quantize_kernel[(pairs,)](
+    _quantize_kernel[(tokens,)](
         x,
         x if places is None else places.row,
         values,
         scale,
         columns,
         capacity,
-        max(1, pairs // max(1, tokens)),
-        PLACED=places is not None,
+        TOPK=0 if places is None else places.row.numel() // tokens,
         GROUP=GROUP,
         **_groups(columns),
+        **early_launch(True),
     )
     return values, scale
 
@@ -220,6 +246,7 @@ def quantize_active(gate_up: Tensor, places: Places, alpha: float, limit: float)
         limit,
         GROUP=GROUP,
         **_groups(columns),
+        **early_launch(True),
     )
     return values, scale
 
@@ -247,13 +274,24 @@ def _collect(routed: Tensor, row: Tensor, weights: Tensor, out: Tensor) -> None:
     """`out` `[M, K]`: each token's sum over its choices here of weight times row."""
     tokens, columns = out.shape
     _collect_kernel[(tokens, triton.cdiv(columns, 2048))](
-        routed, row, weights, out, columns, TOPK=weights.shape[1], COLUMNS=2048, num_warps=4
+        routed,
+        row,
+        weights,
+        out,
+        columns,
+        TOPK=weights.shape[1],
+        COLUMNS=2048,
+        num_warps=4,
+        **early_launch(True),
     )
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def _rank_kernel(ids, row, counts, pairs, first_expert, experts, capacity, CHUNK: tl.constexpr):
     """A program numbers the pairs of its expert; the last one marks those of other ranks."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     expert = tl.program_id(0)
     count = 0
     for begin in range(0, pairs, CHUNK):
@@ -283,6 +321,9 @@ def _follow_kernel(
     SEGMENT: tl.constexpr,
 ):
     """A program moves its expert's pairs behind those of the experts before; the last one marks the end."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     expert = tl.program_id(0)
     other = tl.arange(0, EXPERTS)
     sizes = tl.load(counts + other, mask=other < experts, other=0)
@@ -305,13 +346,20 @@ def _follow_kernel(
 
 
 @triton.jit
-def _store_quantized(numbers, values, scale, row, group, groups, columns, capacity, GROUP: tl.constexpr):
-    """Round `numbers` `[GROUPS, GROUP]` of a row and store them with their scales; E4M3 goes up to 448."""
+def _quantized_groups(numbers):
+    """`numbers` `[GROUPS, GROUP]` rounded to E4M3, which goes up to 448, and `[GROUPS]`, their scales."""
     largest = tl.maximum(tl.max(tl.abs(numbers), 1), 1e-10)
+    return (numbers * (448.0 / largest)[:, None]).to(tl.float8e4nv), largest / 448.0
+
+
+@triton.jit
+def _store_quantized(
+    rounded, unit, values, scale, row, group, groups, columns, capacity, GROUP: tl.constexpr
+):
+    """Store what `_quantized_groups` gave as a row's groups."""
     inside = group < groups
     place = ((row // capacity).to(tl.int64) * groups + group) * capacity + row % capacity
-    tl.store(scale + place, largest / 448.0, mask=inside)
-    rounded = (numbers * (448.0 / largest)[:, None]).to(tl.float8e4nv)
+    tl.store(scale + place, unit, mask=inside)
     column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     tl.store(values + row.to(tl.int64) * columns + column, rounded, mask=inside[:, None])
 
@@ -324,24 +372,33 @@ def _quantize_kernel(
     scale,
     columns,
     capacity,
-    topk,
-    PLACED: tl.constexpr,
+    TOPK: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    pair = tl.program_id(0)
-    row = pair
-    if PLACED:
-        row = tl.load(row_of + pair)
-        if row < 0:
+    """Round a token once and store it in the rows of its choices here; without TOPK in its own row."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.program_id(0)
+    if TOPK > 0:
+        most = -1
+        for choice in tl.static_range(TOPK):
+            most = tl.maximum(most, tl.load(row_of + token * TOPK + choice))
+        if most < 0:
             return
-    token = (pair // topk).to(tl.int64)
     groups = columns // GROUP
     for first in range(0, groups, GROUPS):
         group = first + tl.arange(0, GROUPS)
         column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        numbers = tl.load(x + token * columns + column, mask=column < columns, other=0.0)
-        _store_quantized(numbers.to(tl.float32), values, scale, row, group, groups, columns, capacity, GROUP)
+        numbers = tl.load(x + token.to(tl.int64) * columns + column, mask=column < columns, other=0.0)
+        rounded, unit = _quantized_groups(numbers.to(tl.float32))
+        if TOPK == 0:
+            _store_quantized(rounded, unit, values, scale, token, group, groups, columns, capacity, GROUP)
+        for choice in tl.static_range(TOPK):
+            row = tl.load(row_of + token * TOPK + choice)
+            if row >= 0:
+                _store_quantized(rounded, unit, values, scale, row, group, groups, columns, capacity, GROUP)
 
 
 @triton.jit
@@ -357,6 +414,9 @@ def _active_kernel(
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.load(row_of + tl.program_id(0))
     if row < 0:
         return
@@ -367,13 +427,16 @@ def _active_kernel(
         column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         gate = tl.load(gate_row + column, mask=column < columns, other=0.0).to(tl.float32)
         up = tl.load(gate_row + columns + column, mask=column < columns, other=0.0).to(tl.float32)
-        numbers = swiglu_oai(gate, up, alpha, limit)
-        _store_quantized(numbers, values, scale, row, group, groups, columns, capacity, GROUP)
+        rounded, unit = _quantized_groups(swiglu_oai(gate, up, alpha, limit))
+        _store_quantized(rounded, unit, values, scale, row, group, groups, columns, capacity, GROUP)
 
 
 @triton.jit
 def _collect_kernel(routed, row_of, weights, out, columns, TOPK: tl.constexpr, COLUMNS: tl.constexpr):
     """`out` `[tokens, columns]`: each token's weighted sum over its choices on this rank."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
