@@ -6,6 +6,7 @@ import argparse
 import shlex
 import signal
 import sys
+import time
 import urllib.error
 from pathlib import Path
 
@@ -114,12 +115,19 @@ def _add_compare(commands) -> None:
         "--stop-after-s", type=float, default=float("inf"), help="start no point later than this"
     )
     options.add_start_limit(parser)
+    parser.add_argument(
+        "--probe",
+        action=argparse.BooleanOptionalAction,
+        help="after all is measured, start each variant of the plugin once more and note which blocks and "
+        "experts the work touches; default: where weights are dummies",
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.set_defaults(run=_run_compare)
 
 
 def _run_compare(chosen: argparse.Namespace) -> int:
     from bench_serving import compare
+    from bench_serving.server import has_dummy_weights
     from bench_serving.store import Store
 
     variants = options.read_variants(chosen)
@@ -135,6 +143,7 @@ def _run_compare(chosen: argparse.Namespace) -> int:
     )
     corpus_of = options.corpus_loader(chosen, options.longest_prompt(comparison.workloads))
     corpus = corpus_of(variants[0].flag("--model-path"))
+    begin = time.monotonic()
     try:
         result = compare.run(comparison, corpus, Store(chosen.out))
     except KeyboardInterrupt:
@@ -144,6 +153,9 @@ def _run_compare(chosen: argparse.Namespace) -> int:
         _report(chosen.out, chosen.command_line)
     if result is None:
         return INTERRUPTED
+    if any(map(has_dummy_weights, variants)) if chosen.probe is None else chosen.probe:
+        result.broken.update(compare.note_work(comparison, corpus, Store(chosen.out), begin))
+        _report(chosen.out, chosen.command_line)
     if result.missing:
         print(f"not measured: {', '.join(result.missing)}; the same command, within the hour, does it")
     for name, reason in result.broken.items():

@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_serving import server
+from bench_serving import probe, server
 from bench_serving.corpus import Corpus
 from bench_serving.measure import Load, measure, warm_prefixes, warm_up
 from bench_serving.server import Variant
@@ -64,11 +64,7 @@ def run(comparison: Comparison, corpus: Corpus, store: Store) -> Result:
     """Measure what `store` does not hold yet. A variant that breaks leaves the others to be measured."""
     begin = time.monotonic()
     broken: dict[str, str] = {}
-    loads = [
-        Load.of(variation, corpus, comparison.seed)
-        for workload in comparison.workloads
-        for variation in workload.variations()
-    ]
+    loads = _loads(comparison, corpus)
     for number in range(comparison.rounds):
         order = comparison.variants[:: 1 if number % 2 == 0 else -1]
         groups = [order] if comparison.together else [(variant,) for variant in order]
@@ -88,6 +84,38 @@ def run(comparison: Comparison, corpus: Corpus, store: Store) -> Result:
                 broken[name] = str(error)
                 print(f"{name} broke: {error}", flush=True)
     return _result(comparison, loads, store, broken)
+
+
+def note_work(comparison: Comparison, corpus: Corpus, store: Store, begin: float) -> dict[str, str]:
+    """Start measured variants that can say what the work was once more, and note it where it is not known.
+
+    `begin`: of the comparison, on `time.monotonic`'s clock. Returns what broke, and why.
+    """
+    broken: dict[str, str] = {}
+    loads = _loads(comparison, corpus)
+    measured = {point["variant"] for point in store.points()}
+    for variant in filter(probe.wanted, comparison.variants):
+        unknown = [load for load in loads if not store.probed(variant, load.workload)]
+        if variant.name not in measured or not unknown:
+            continue
+        if time.monotonic() - begin > comparison.stop_after_seconds:
+            break
+        log = store.folder / f"{variant.name}-probe.log"
+        try:
+            for load, use in probe.probe(variant, unknown, log, comparison.start_limit_seconds):
+                store.append_probe(variant, load.workload, use)
+        except (RuntimeError, urllib.error.URLError, ConnectionError) as error:
+            broken[f"probe of {variant.name}"] = str(error)
+            print(f"probe of {variant.name} broke: {error}", flush=True)
+    return broken
+
+
+def _loads(comparison: Comparison, corpus: Corpus) -> list[Load]:
+    return [
+        Load.of(variation, corpus, comparison.seed)
+        for workload in comparison.workloads
+        for variation in workload.variations()
+    ]
 
 
 def _result(comparison: Comparison, loads: Sequence[Load], store: Store, broken: dict[str, str]) -> Result:

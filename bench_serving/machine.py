@@ -42,10 +42,12 @@ def machine() -> str:
 
 @cache
 def code() -> str:
-    """Eight hex digits of the plugin's and the operators' source."""
+    """Eight hex digits of the plugin's and the operators' source and configurations."""
     digest = hashlib.sha256()
     for folder in MEASURED_CODE:
-        for path in sorted((ROOT / folder).rglob("*.py")):
+        for path in sorted(
+            path for ending in ("py", "json") for path in (ROOT / folder).rglob(f"*.{ending}")
+        ):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:8]
 

@@ -61,17 +61,17 @@ def warm_prefixes(url: str, load: Load) -> float:
     return _must_succeed(client.drive(url, paths, 1)).seconds
 
 
-def warm_up(url: str, load: Load, concurrency: int) -> list[float]:
+def warm_up(url: str, load: Load, concurrency: int, passes: int | None = None) -> list[float]:
     """Send the point's kind of requests until compilation is over; returns the seconds of each pass.
 
     A pass is one session per slot with short answers. It is over when a pass is no longer more than a tenth
-    faster than the one before, after `WARM_PASSES` at the latest.
+    faster than the one before, after `passes` at the latest, which by default are `WARM_PASSES`.
 
     Raises:
         RuntimeError: a request failed.
     """
     seconds: list[float] = []
-    while len(seconds) < WARM_PASSES:
+    while len(seconds) < (passes or WARM_PASSES):
         wave = load.sessions(concurrency, f"warm {len(seconds)}", count=concurrency)
         short = [replace(session, turns=tuple(map(_short, session.turns))) for session in wave]
         seconds.append(_must_succeed(client.drive(url, short, concurrency)).seconds)

@@ -1,8 +1,8 @@
 """`python -m bench_serving.operators`: ours and SGLang's operators in one run, beside the floor.
 
-Decode and extend steps of block selection and attention, and the MoE and linear products of MXFP8 weights, on
-one grid; what this machine cannot run is listed with the reason. The families are also commands of their
-own, with more cases: `operators_selection`, `operators_attention`, `operators_mxfp8`.
+Decode and extend steps of block selection and attention, the MoE and linear products of MXFP8 weights, and
+the MoE of BF16 weights, on one grid; what this machine cannot run is listed with the reason. The families are
+also commands of their own, with more cases: `operators_selection`, `operators_attention`, `operators_mxfp8`.
 """
 
 from __future__ import annotations
@@ -118,6 +118,31 @@ def _attention(family: ModuleType, case: Any, name: str) -> Timing:
     return timing
 
 
+def experts() -> Iterator[Case]:
+    """Routed experts of an expert-parallel rank with BF16 weights: SGLang's kernels, two configurations."""
+    from bench_serving import operators_experts as family
+
+    for case in family.cases():
+        yield case.name, functools.partial(_bf16_experts, family, case)
+
+
+def _bf16_experts(family: ModuleType, case: Any) -> Timing:
+    if importlib.util.find_spec("sglang") is None:
+        return Timing("BF16 experts", case.name, None, None, None, PEER_MISSING)
+    _prepare_sglang()
+    times = family.measure(case)
+    note = "SGLang's kernels, its configuration and the plugin's"
+    return Timing("BF16 experts", case.name, times.ours_us, times.sglang_us, times.floor_us, note)
+
+
+@functools.cache
+def _prepare_sglang() -> None:
+    """Once in a process, for all families."""
+    from bench_serving.operators_mxfp8 import prepare_sglang
+
+    prepare_sglang()
+
+
 DECODE_TOKENS = 256
 """Steps of up to so many rows are called decode here, larger ones extend."""
 
@@ -126,10 +151,9 @@ def mxfp8() -> Iterator[Case]:
     """Routed experts and linear layers of one rank of eight with MXFP8 weights, beside BF16 ones."""
     from bench_serving import operators_mxfp8 as family
 
-    prepare = functools.cache(family.prepare_sglang)
     for rank, tokens in itertools.product(family.RANKS, family.TOKENS):
         name = f"{_phase(tokens)}; MoE {rank.name}, {tokens:,} tokens"
-        yield name, functools.partial(_experts, family, rank, tokens, name, prepare)
+        yield name, functools.partial(_experts, family, rank, tokens, name)
     for (layer, shape), tokens in itertools.product(family.LINEARS.items(), family.TOKENS):
         name = f"{_phase(tokens)}; linear {layer} ({shape[0]:,} x {shape[1]:,}), {tokens:,} tokens"
         yield name, functools.partial(_linear, family, shape, tokens, name)
@@ -139,7 +163,7 @@ def _phase(tokens: int) -> str:
     return "decode" if tokens <= DECODE_TOKENS else "extend"
 
 
-def _experts(family: ModuleType, rank: Any, tokens: int, name: str, prepare: Callable[[], None]) -> Timing:
+def _experts(family: ModuleType, rank: Any, tokens: int, name: str) -> Timing:
     given = [family.Routing.random(tokens, rank) for _ in range(8)]
     weights = [family.experts_weights(rank) for _ in range(2)]
     size = sum(tensor.nbytes for tensor in weights[0].values())
@@ -147,7 +171,7 @@ def _experts(family: ModuleType, rank: Any, tokens: int, name: str, prepare: Cal
     ours = family.time_us(lambda i: family.run_experts(given[i], weights[i % 2]), len(given))
     theirs = None
     if importlib.util.find_spec("sglang") is not None:
-        prepare()
+        _prepare_sglang()
         stock = family.stock_experts(rank)
         theirs = family.time_us(lambda i: stock(given[i]), len(given))
     # Every choice on this rank is three products of hidden x width.
@@ -178,6 +202,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "selection": selection,
     "attention": attention,
     "mxfp8": mxfp8,
+    "experts": experts,
 }
 
 

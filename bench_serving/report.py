@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_serving.store import Store, current, outputs_of
+from bench_serving.store import Store, current, outputs_of, probes_of
 from bench_serving.summary import (
     Difference,
     NotCompared,
@@ -38,6 +38,13 @@ SGLang gives its cache what is free at the start, up to a share, so peaks are al
 is in its tokens of cache."""
 
 
+WORK = """\
+Recorded without CUDA graphs by another start of the variant, after everything above was measured: one session
+per slot, eight at most, with short answers. By layer, least / median / most: blocks other than its own that
+some query token chose, and experts that some token took, in all and on average in a step of up to eight.
+SGLang without the plugin cannot say: -."""
+
+
 def write(store: Store, *, title: str, command: str, plots: Sequence[str] = ()) -> Path:
     """Write the report beside the points and return its path. Of the points those of now (`store.current`).
 
@@ -58,6 +65,7 @@ def write(store: Store, *, title: str, command: str, plots: Sequence[str] = ()) 
         lines += _load_table([row for row in table if _load_of(row) == load], load, variants)
     lines += _generator_line(table)
     lines += _memory_table(points, table, base)
+    lines += _work_table(points, probes_of(points, store.probes()))
     lines += _difference_tables(*differences(points, outputs_of(points, store.outputs())))
     lines += _errors(points)
     path = store.folder / REPORT
@@ -167,6 +175,46 @@ def _memory_table(points: list[dict[str, Any]], table: list[Row], base: str) -> 
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
+
+
+def _work_table(points: list[dict[str, Any]], probes: list[dict[str, Any]]) -> list[str]:
+    """What the layers did, where a variant could say."""
+    if not probes:
+        return []
+    lines = [
+        "## What the work was",
+        "",
+        WORK,
+        "",
+        "| variant | workload | prefix tokens | query tokens recorded | distinct blocks chosen | of visible "
+        "| experts touched | in a decode step | of |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    known = {(probe["variant"], probe["digest"]): probe for probe in probes}
+    loads = {(point["workload"], point["prefix_tokens"], point["digest"]) for point in points}
+    for variant in _by_variant(points):
+        for workload, prefix, digest in sorted(loads):
+            probe = known.get((variant, digest))
+            cells = [variant, workload, f"{prefix:,}"]
+            if probe is None:
+                cells += ["-"] * 6
+            else:
+                cells += [
+                    f"{probe['tokens']:,}",
+                    _spread(probe["distinct_blocks"]),
+                    f"{probe['visible_blocks']:,}",
+                    _spread(probe["experts_touched"]),
+                    _spread(probe["experts_each_step"], 1),
+                    str(probe["experts"]),
+                ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _spread(spread: dict[str, float] | None, digits: int = 0) -> str:
+    if spread is None:
+        return "-"
+    return " / ".join(f"{spread[name]:,.{digits}f}" for name in ("least", "median", "most"))
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -63,7 +63,7 @@ class Variant:
         given = _flag_values(self.flags)
         decide = WEIGHT_FLAGS
         loader: tuple[str, ...] = ()
-        if given.get("--load-format") == "dummy":
+        if has_dummy_weights(self):
             decide += DUMMY_FLAGS
             loader = (f"dummy weights with {PLUGINS}={dict(self.environment).get(PLUGINS, '')}",)
         return (*(f"{flag}={given[flag]}" for flag in decide if flag in given), *loader)
@@ -71,6 +71,11 @@ class Variant:
     def flag(self, name: str) -> str:
         """The value of a flag; empty if it is not given."""
         return _flag_values(self.flags).get(name, "")
+
+
+def has_dummy_weights(variant: Variant) -> bool:
+    """Whether its weights are random numbers instead of a checkpoint's."""
+    return variant.flag("--load-format") == "dummy"
 
 
 def parse_variant(text: str, common_flags: tuple[str, ...]) -> Variant:

@@ -12,27 +12,25 @@ GAPS = "launch gaps"
 OTHER = "other"
 
 OURS = {
-    "plan_prefix": "selection",
-    "score_blocks": "selection",
-    "select_blocks": "selection",
-    "choose_blocks": "selection",
-    "attend_blocks": "attention",
-    "attend_pages": "attention",
-    "attend_tiles": "attention",
-    "mxfp8_common": "linears",
+    "plan": "selection",
+    "score": "selection",
+    "select": "selection",
+    "choose": "selection",
+    "attend": "attention",
+    "mxfp8": "linears",
     "mxfp8_experts": "MoE",
     "mxfp8_grouped": "MoE",
-    "mxfp8_linear": "linears",
-    "store_tokens": "cache writes",
+    "store": "cache writes",
 }
-"""Part of a step -> by the file `kernels/m3_kernels/triton/sm90_<name>.py` that a Triton kernel is in."""
+"""How the name of a file `kernels/m3_kernels/triton/sm90_<name>.py` begins -> the part of its Triton kernels;
+the longest counts."""
 
 PARTS = (
     ("collectives", r"nccl|all_?reduce|all_?gather|cross_device"),
     ("selection", r"score|topk_index|sort_ids|merge_candidates|index_block"),
     (
         "MoE",
-        r"moe|expert|topk_?(gating|softmax|sigmoid)|act_and_mul|swiglu|silu|gate_topk|router"
+        r"moe|expert|topk_?(gating|softmax|sigmoid)|act_and_mul|swiglu|clamp_mul_sigmoid|silu|gate_topk|router"
         r"|m_?grouped|grouped_gemm|GemmType\)[12]|gelu_and_mul|kernel_ep_|masked_slab|gateup|reorder|src2dst",
     ),
     ("norms and rope", r"norm|rope|rotary"),
@@ -71,11 +69,17 @@ def own_kernels() -> dict[str, str]:
     assert package is not None and package.origin is not None, "m3_kernels is installed with the plugin"
     found = {}
     for path in sorted((Path(package.origin).parent / "triton").glob("sm90_*.py")):
-        part = OURS.get(path.stem.removeprefix("sm90_"))
+        part = part_of_file(path.stem.removeprefix("sm90_"))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if part and isinstance(node, ast.FunctionDef) and any(map(_is_jit, node.decorator_list)):
                 found[node.name] = part
     return found
+
+
+def part_of_file(name: str) -> str | None:
+    """The part that the kernels of an operator's file belong to."""
+    known = [beginning for beginning in OURS if f"{name}_".startswith(f"{beginning}_")]
+    return OURS[max(known, key=len)] if known else None
 
 
 def _is_jit(decorator: ast.expr) -> bool:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 POINTS = "points.jsonl"
 OUTPUTS = "outputs.jsonl"
+PROBES = "probes.jsonl"
 NOTE = "benchmark-note.txt"
 FRESH_SECONDS = 3600
 """Points older than this are measured again: machines drift."""
@@ -83,14 +84,15 @@ class Host:
 
 
 class Store:
-    """A folder with `points.jsonl` (readable) and `outputs.jsonl` (generated ids, for comparing)."""
+    """A folder with `points.jsonl` (readable), `outputs.jsonl` (generated ids, for comparing) and, where it
+    was noted, `probes.jsonl` (what the work was, see `bench_serving.probe`)."""
 
     def __init__(self, folder: Path, host: Host | None = None) -> None:
         """`host`: what is measured on; default: this machine."""
         self.folder = folder
         self.host = host or Host.here()
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (POINTS, OUTPUTS):
+        for name in (POINTS, OUTPUTS, PROBES):
             _cut_off_unfinished(folder / name)
 
     def points(self) -> list[dict[str, Any]]:
@@ -98,6 +100,39 @@ class Store:
 
     def outputs(self) -> list[dict[str, Any]]:
         return _lines(self.folder / OUTPUTS)
+
+    def probes(self) -> list[dict[str, Any]]:
+        return _lines(self.folder / PROBES)
+
+    def append_probe(self, variant: Variant, workload: Workload, use: dict[str, Any]) -> None:
+        """Write what a variant did with a workload, with what tells whether it goes with the points."""
+        _append(
+            self.folder / PROBES,
+            {
+                "workload": workload.name,
+                "digest": workload.digest,
+                "time": time.time(),
+                **self._same(variant),
+                **use,
+            },
+        )
+
+    def probed(self, variant: Variant, workload: Workload) -> bool:
+        """Whether it is known what this variant, as it is, does with this workload."""
+        return any(
+            probe["digest"] == workload.digest
+            and all(probe[name] == value for name, value in self._same(variant).items())
+            for probe in self.probes()
+        )
+
+    def _same(self, variant: Variant) -> dict[str, Any]:
+        """What must be equal for a line to stand for this variant."""
+        return {
+            "variant": variant.name,
+            "environment": dict(variant.environment),
+            "flags": list(variant.flags),
+            **asdict(self.host),
+        }
 
     def append(
         self, point: PointKey, variant: Variant, measured: dict[str, Any], answers: Iterable[Exchange]
@@ -122,13 +157,7 @@ class Store:
     def measured(self, variant: Variant) -> set[PointKey]:
         """Points of this variant that need no repeating: same flags, environment, machine and code, within
         the hour, and with no failed request."""
-        same = {
-            "variant": variant.name,
-            "environment": dict(variant.environment),
-            "flags": list(variant.flags),
-            **asdict(self.host),
-            "failed": 0,
-        }
+        same = {**self._same(variant), "failed": 0}
         names = PointKey.__dataclass_fields__
         return {
             PointKey(**{name: point[name] for name in names})
@@ -191,6 +220,20 @@ def outputs_of(points: Iterable[dict[str, Any]], outputs: Iterable[dict[str, Any
     by_point = {(*_key_of(output), output["time"]): output for output in outputs}
     places = ((*_key_of(point), point["time"]) for point in points)
     return [by_point[place] for place in places if place in by_point]
+
+
+def probes_of(points: Iterable[dict[str, Any]], probes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is known of the work of these points, the newest of each variant and workload."""
+    names = ("variant", "digest", "machine", "code")
+    wanted = {
+        tuple(point[name] for name in names): (point["flags"], point["environment"]) for point in points
+    }
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for probe in probes:
+        place = tuple(probe[name] for name in names)
+        if wanted.get(place) == (probe["flags"], probe["environment"]):
+            found[place] = probe
+    return list(found.values())
 
 
 def model_note(variant: Variant) -> str:

@@ -31,6 +31,7 @@ class Symbol:
 
 _REASONING = "sglang.srt.parser.reasoning_parser"
 _CALLS = "sglang.srt.function_call"
+_EXPERTS = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
 _MODEL_FILE = (
@@ -87,6 +88,16 @@ _MODEL_FILE = (
 )
 
 SYMBOLS = (
+    Symbol(
+        f"{_EXPERTS}.get_moe_configs",
+        "tuned configurations of the experts",
+        ("E", "N", "dtype", "block_n", "block_k", "per_channel_quant", "down_moe"),
+    ),
+    Symbol(
+        f"{_EXPERTS}.get_config_file_name",
+        "tuned configurations of the experts",
+        ("E", "N", "dtype", "down_moe"),
+    ),
     Symbol(
         "sglang.srt.arg_groups.model_override_base.register_model_override",
         "page size 128 and the start-up checks",

@@ -9,6 +9,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang_m3 import admission, hardware, ports
 from sglang_m3.attention import metrics, pool, workspace, wrapper
 from sglang_m3.config import merge
+from sglang_m3.experts import tuned
 from sglang_m3.models import register as models
 from sglang_m3.models import updates
 from sglang_m3.parsing import replies, requests, tool_choice
@@ -65,6 +66,7 @@ ON_HOPPER = (
     ),
     ("sglang.srt.mem_cache.kv_cache_configurator.get_minimax_sparse_index_dtype", *INDEX_DTYPE),
     ("sglang.srt.model_executor.pool_configurator.get_minimax_sparse_index_dtype", *INDEX_DTYPE),
+    *tuned.HOOKS,
 )
 
 WITHOUT_GPU = (

@@ -23,9 +23,9 @@ class Settings:
 
     Attributes:
         record_blocks: `SGLANG_M3_RECORD_BLOCKS`, a directory. Every step writes the block ids that each
-            sparse layer chose for each query token there (`sglang_m3.attention.recorder`). For tests and for
-            looking at selections; it copies to the host in every layer, so it is slow and needs
-            `--disable-cuda-graph`. Unset: nothing is recorded.
+            sparse layer chose for each query token there (`sglang_m3.attention.recorder`), and the experts
+            it took (`sglang_m3.experts.recorder`). For tests and for looking at selections; it copies to the
+            host in every layer, so it is slow and needs `--disable-cuda-graph`. Unset: nothing is recorded.
         index_dtype: `SGLANG_M3_INDEX_DTYPE`, the dtype of cached index keys: `bfloat16`, whatever the dtype
             of K and V, or `fp8_e4m3`, each key rounded once; half the memory traffic of a decode step's
             scoring for some other blocks. On Hopper only.

@@ -56,6 +56,7 @@ from sglang.srt.utils import add_prefix, make_pp_layers
 from torch import Tensor, nn
 
 from sglang_m3.config import M3Config
+from sglang_m3.experts.recorder import recorder_of
 from sglang_m3.models import fusions, joined, loading, vision
 from sglang_m3.models.weight_map import checkpoint_weights
 
@@ -159,6 +160,8 @@ class M3MoE(nn.Module):
             add_prefix("shared_experts", prefix),
         )
         self.other_stream = get_stream("alt") if self.gate.weight.is_cuda else None
+        self.layer_id = layer_id
+        self.recorder = recorder_of(layer_id)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if self.other_stream is None or not get_is_capture_mode() or is_in_breakable_cuda_graph():
@@ -173,7 +176,10 @@ class M3MoE(nn.Module):
         return routed + shared
 
     def routed(self, hidden_states: Tensor) -> Tensor:
-        return self.experts(hidden_states, self.topk(hidden_states, self.router_logits(hidden_states)))
+        chosen = self.topk(hidden_states, self.router_logits(hidden_states))
+        if self.recorder is not None:
+            self.recorder.record(self.layer_id, chosen.topk_ids, self.gate.output_size)
+        return self.experts(hidden_states, chosen)
 
     def router_logits(self, hidden_states: Tensor) -> Tensor:
         """`[T, experts]` float32."""

@@ -6,6 +6,7 @@ cache, in float32, where the plugin promises the same tokens either way.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import re
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from bench_serving import server
+from bench_serving import probe, server
 from bench_serving.__main__ import main
 from bench_serving.server import Variant
 from bench_serving.store import Store
@@ -59,16 +60,31 @@ VARIANTS = {"cached": (), "uncached": ("--disable-radix-cache",)}
 
 
 @pytest.fixture(scope="module")
-def urls(flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A server of each variant, started side by side: starting keeps one core busy for half a minute."""
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Where the server of each variant records what it does."""
+    return {name: tmp_path_factory.mktemp(name) for name in VARIANTS}
+
+
+@pytest.fixture(scope="module")
+def urls(
+    flags: list[str], recorded: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, str]]:
+    """A server of each variant, started and stopped side by side: starting keeps a core busy for a minute."""
     folder = tmp_path_factory.mktemp("bench")
+    variants = [Variant(name, (), (*flags, *more)) for name, more in VARIANTS.items()]
     servers = [
-        server.started(Variant(name, (), (*flags, *more)), folder / f"{name}.log")
-        for name, more in VARIANTS.items()
+        server.started(probe.recording(variant, recorded[variant.name]), folder / f"{variant.name}.log")
+        for variant in variants
     ]
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor() as pool:
-        starting = [pool.submit(stack.enter_context, one) for one in servers]
-        yield {name: one.result() for name, one in zip(VARIANTS, starting)}
+    stacks = [contextlib.ExitStack() for _ in servers]
+    with ThreadPoolExecutor() as pool:
+        starting = [pool.submit(stack.enter_context, one) for stack, one in zip(stacks, servers)]
+        try:
+            yield {name: one.result() for name, one in zip(VARIANTS, starting)}
+        finally:
+            # Those that were still starting, if one failed, are stopped, too.
+            concurrent.futures.wait(starting)
+            list(pool.map(contextlib.ExitStack.close, stacks))
 
 
 @pytest.fixture
@@ -78,6 +94,7 @@ def url(urls: dict[str, str]) -> str:
 
 def test_a_feature_on_and_off_gives_the_same_tokens_and_a_report(
     urls: dict[str, str],
+    recorded: dict[str, Path],
     flags: list[str],
     load: list[str],
     tmp_path: Path,
@@ -85,14 +102,24 @@ def test_a_feature_on_and_off_gives_the_same_tokens_and_a_report(
 ) -> None:
     @contextlib.contextmanager
     def started(variant: Variant, log: Path, start_limit: float) -> Iterator[str]:
-        """The server of this variant, which is up already."""
+        """The server of this variant, which is up already, and records in a folder of its own."""
         assert variant.flags == (*flags, *VARIANTS[variant.name])
+        asked = dict(variant.environment).get(probe.RECORD)
+        if asked is None:
+            yield urls[variant.name]
+            return
+        Path(asked).rmdir()
+        Path(asked).symlink_to(recorded[variant.name])
         yield urls[variant.name]
+        Path(asked).unlink()
+        Path(asked).mkdir()
 
     monkeypatch.setattr(server, "started", started)
     variants = [word for name, more in VARIANTS.items() for word in ("--variant", " ".join([name, *more]))]
     out = tmp_path / "out"
-    assert main(["compare", *load, *variants, "--rounds", "1", "--out", str(out), "--", *flags]) == 0
+    assert (
+        main(["compare", *load, *variants, "--rounds", "1", "--probe", "--out", str(out), "--", *flags]) == 0
+    )
 
     points = Store(out).points()
     assert [(point["variant"], point["max_concurrency"], point["failed"]) for point in points] == [
@@ -109,7 +136,19 @@ def test_a_feature_on_and_off_gives_the_same_tokens_and_a_report(
     assert saved["cached", 3] > 0 and saved["cached", 1] == 0, saved
     assert saved["uncached", 3] == 0, saved
 
+    for did in Store(out).probes():
+        # Three sessions of up to 30 tokens and 14 answered, the last of which is never an input; in the cache
+        # are three pages of the prefix.
+        least, most = (3 * (10 + 9), 3 * (30 + 13)) if did["variant"] == "cached" else (3 * 419, 3 * 443)
+        assert least <= did["tokens"] <= most + 3 * 16, did
+        assert did["visible_blocks"] == 4 and did["experts"] == TinyConfig().experts, did
+        assert 1 <= did["distinct_blocks"]["least"] <= did["distinct_blocks"]["most"] <= 4, did
+        each_step, touched = did["experts_each_step"], did["experts_touched"]
+        assert 2 <= each_step["least"] <= each_step["most"] <= touched["most"] <= did["experts"], did
+    assert [did["variant"] for did in Store(out).probes()] == ["cached", "uncached"]
+
     text = (out / "README.md").read_text()
+    assert "## What the work was" in text
     assert re.search(r"\| cached \| uncached \| 6 \| 0 \|", text), text
     assert (out / "latency-against-throughput.png").read_bytes().startswith(b"\x89PNG")
 

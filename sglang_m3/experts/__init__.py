@@ -1,0 +1,1 @@
+"""Configurations of SGLang's BF16 experts for M3's shapes."""
