@@ -6,6 +6,8 @@ nine files open at a time by default. Of memory that cannot be taken back, none 
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,6 +77,9 @@ def peak(checkpoint: Path, options: dict[str, Any], keep: Callable[[Tensor], obj
     loader = DefaultModelLoader(LoadConfig(model_loader_extra_config=options))
     with as_rank(checkpoint, dtype="bfloat16") as config:
         model = build(config, torch.bfloat16)
+        # What earlier tests left to Python and to malloc would be used again, and hide what is allocated.
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
         before = in_use()
         source = DefaultModelLoader.Source(str(checkpoint), None, fall_back_to_pt=False)
         model.load_weights(watched(loader._get_weights_iterator(source)))
