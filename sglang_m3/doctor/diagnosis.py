@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang_m3 import settings
 from sglang_m3.architectures import M3_ARCHITECTURES
+from sglang_m3.config import M3Config
 from sglang_m3.doctor.machine import Machine
 from sglang_m3.doctor.memory import (
     ELEMENT_BYTES,
@@ -21,6 +22,7 @@ from sglang_m3.doctor.memory import (
     rank_memory,
 )
 from sglang_m3.doctor.resolve import Resolution
+from sglang_m3.experts import tuned
 from sglang_m3.overrides import SERVED, SERVED_BY_SGLANG
 from sglang_m3.ports import PortTakenError, check_port
 
@@ -108,7 +110,25 @@ def diagnose(resolution: Resolution, machine: Machine) -> Diagnosis:
     if machine.here and (taken := _port_problem(view)) is not None:
         problems.append(taken)
     operators = {} if resolution.error else _operators(machine, view, weights, left_to_sglang)
+    if weights == "bfloat16" and memory is not None and not left_to_sglang and machine.target == "sm90":
+        assert machine.gpu is not None and resolution.config is not None
+        operators["experts"] += experts_division(machine.gpu.name, resolution.config, parallel)
     return Diagnosis(machine.name, resolution.model, flags, operators, memory, problems, notes)
+
+
+def experts_division(gpu: str, config: M3Config, parallel: Parallel) -> str:
+    """Whose configuration divides the work of SGLang's Triton experts on a rank."""
+    experts, width = (
+        config.num_local_experts // parallel.ep,
+        config.intermediate_size // (parallel.tp // parallel.ep),
+    )
+    owner = tuned.known_by(experts, width, gpu)
+    if owner is None:
+        return (
+            f", divided by its default: nobody has measured {experts} experts of {width} on {gpu}; "
+            "python -m bench_serving.tune_experts does"
+        )
+    return f", divided as {owner} has measured"
 
 
 def _is_another_model(resolution: Resolution) -> bool:

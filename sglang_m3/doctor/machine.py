@@ -30,7 +30,7 @@ class Gpu:
 
 GPUS = {
     "h200": Gpu("NVIDIA H200", (9, 0), 143_771 * MIB),
-    "h100": Gpu("NVIDIA H100 80GB", (9, 0), 81_559 * MIB),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 81_559 * MIB),
     "b200": Gpu("NVIDIA B200", (10, 0), 183_359 * MIB),
 }
 

@@ -80,6 +80,16 @@ def shipped(experts: int, width: int, down: bool) -> Configuration | None:
     return {int(tokens): entry for tokens, entry in json.loads(file.read_text()).items()}
 
 
+def known_by(experts: int, width: int, gpu: str) -> str | None:
+    """Who has a configuration for the first product on a GPU of this name: `SGLang`, `sglang-m3`, or None."""
+    from sglang.srt.layers.moe.moe_runner.triton_utils import fused_moe_triton_config as lookup
+
+    name = f"E={experts},N={width},device_name={gpu.replace(' ', '_')}.json"
+    if _versions(Path(lookup.__file__).resolve().parent / "configs", name):
+        return "SGLang"
+    return "sglang-m3" if _versions(CONFIGS, name) else None
+
+
 def _versions(root: Path, name: str) -> dict[str, Path]:
     """Triton version -> the file for it."""
     return {
