@@ -18,6 +18,7 @@ from torch import Tensor
 from launch.server import serving
 from sglang_m3 import hardware
 from sglang_m3.attention import recorder
+from sglang_m3.experts.recorder import ENDING
 from tests.serving import plugins, scheduling
 
 
@@ -126,9 +127,10 @@ class Server:
         return max(len(step.request_ids) for step in recorder.load(self.record_dir))
 
     def forget_blocks(self) -> None:
-        """Delete what was recorded so far."""
-        for path in self.record_dir.glob("*.pt"):
-            path.unlink()
+        """Delete what was recorded so far, blocks and experts."""
+        for path in self.record_dir.iterdir():
+            if path.suffix in (".pt", ENDING):
+                path.unlink()
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ class Ranks(Server):
 
     def forget_blocks(self) -> None:
         super().forget_blocks()
-        for folder in self.record_dir.iterdir():
+        for folder in filter(Path.is_dir, self.record_dir.iterdir()):
             shutil.rmtree(folder)
 
 
