@@ -110,7 +110,8 @@ def diagnose(resolution: Resolution, machine: Machine) -> Diagnosis:
     if machine.here and (taken := _port_problem(view)) is not None:
         problems.append(taken)
     operators = {} if resolution.error else _operators(machine, view, weights, left_to_sglang)
-    if weights == "bfloat16" and memory is not None and not left_to_sglang and machine.target == "sm90":
+    tunable = weights == "bfloat16" and machine.target == "sm90" and not left_to_sglang
+    if operators and tunable and memory is not None:
         assert machine.gpu is not None and resolution.config is not None
         operators["experts"] += experts_division(machine.gpu.name, resolution.config, parallel)
     return Diagnosis(machine.name, resolution.model, flags, operators, memory, problems, notes)
