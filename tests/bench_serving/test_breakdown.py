@@ -274,7 +274,7 @@ THEIRS = {
     [
         ("mxfp8_experts_few", "MoE"),
         ("mxfp8_dequantize", "linears"),
-        ("attend_rows", "attention"),
+        ("attend_tiles", "attention"),
         ("planet", None),
     ],
 )
