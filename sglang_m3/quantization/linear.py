@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from m3_kernels import mxfp8_linear
+from m3_kernels.reference.coarsen_mxfp8 import BLOCK
 from m3_kernels.reference.quantize_mxfp8 import VALUES_PER_SCALE
 from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from sglang.srt.layers.quantization.base_config import LinearMethodBase
@@ -108,8 +110,23 @@ class M3MxFp8LinearMethod(LinearMethodBase):
         self.tensors.check_complete()
         label = merged_name(self.prefix, self.config.packed_modules_mapping, None)
         check_numbers(layer.weight, layer.weight_scale_inv, label)
-        before = getattr(layer, "weight_block_scale", None)
+        before = getattr(layer, "weight_block_scale", getattr(layer, "block_scale_room", None))
         layer.weight_block_scale = renew(before, coarsen(layer, "weight", "weight" + SCALE_SUFFIX, label))
+
+    @staticmethod
+    def make_room_for_block_scales(layers: Sequence[Module]) -> None:
+        """Let the scales of the layers' blocks, which exist once weights are loaded, lie behind each other.
+
+        Does nothing where blocks of 128 x 128 do not divide a weight.
+        """
+        shapes = [layer.weight.shape for layer in layers]
+        if any(rows % BLOCK or columns % BLOCK for rows, columns in shapes):
+            return
+        rows = [rows // BLOCK for rows, _ in shapes]
+        weight = layers[0].weight
+        room = torch.empty(sum(rows), weight.shape[1] // BLOCK, dtype=torch.float32, device=weight.device)
+        for layer, part in zip(layers, room.split(rows)):
+            layer.block_scale_room = part
 
     def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`[..., K]` -> `[..., N]` in `x`'s dtype."""

@@ -83,13 +83,47 @@ def test_mxfp8_projections_are_one_product_until_a_checkpoint_leaves_one_unquant
     (both,) = project(first, second, inputs)
     torch.testing.assert_close(both, torch.cat(want, 1), atol=1e-5, rtol=1e-5)
     assert both.std() > 0.1
-    assert joined(first, second).weight_block_scale is None
-    first.weight_block_scale = torch.tensor([[1.0, 2.0]])
-    assert joined(first, second).weight_block_scale is None, "one of two has no scales of blocks"
-    second.weight_block_scale = torch.tensor([[3.0, 4.0]])
-    assert joined(first, second).weight_block_scale.tolist() == [[1, 2], [3, 4]]
     second.quant_method = UnquantizedLinearMethod()
     assert joined(first, second) is None
+
+
+@pytest.mark.parametrize("rows", [(256, 128), (256, 96)])
+def test_scales_of_blocks_lie_together_where_both_weights_have_them(
+    rows: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_M3_MXFP8", "fast")
+    method = M3MxFp8LinearMethod(M3MxFp8Config("plain"), "layer")
+    monkeypatch.setattr(method.tensors, "check_complete", lambda: None)
+    layers = [Layer(count, method) for count in rows]
+
+    def load() -> None:
+        for layer in layers:
+            value, scale = quantize_mxfp8(
+                torch.randn(len(layer.weight), 384) * 2.0 ** torch.randint(-9, 9, ())
+            )
+            layer.weight.data.copy_(value)
+            layer.weight_scale_inv.data.copy_(scale)
+            method.process_weights_after_loading(layer)
+
+    for layer in layers:
+        layer.weight = nn.Parameter(
+            torch.empty(len(layer.weight), 384).to(torch.float8_e4m3fn), requires_grad=False
+        )
+        layer.weight_scale_inv = nn.Parameter(
+            torch.empty(len(layer.weight), 12, dtype=torch.uint8), requires_grad=False
+        )
+    lay_together(*layers)
+    load()
+    together = joined(*layers).weight_block_scale
+    if rows[1] % 128:
+        assert together is None, "the second weight has no blocks"
+        return
+    for update in range(2):
+        want = torch.cat([layer.weight_block_scale for layer in layers])
+        assert want.unique().numel() > 1
+        assert torch.equal(together, want), f"update {update}: {together} instead of {want}"
+        assert joined(*layers).weight_block_scale.data_ptr() == together.data_ptr()
+        load()
 
 
 def test_quantised_projections_of_other_methods_stay_where_they_are() -> None:
