@@ -21,12 +21,18 @@ MEASURED_CODE = ("sglang_m3", "kernels")
 
 @cache
 def gpus() -> tuple[Any, ...]:
-    """NVML's handles of the GPUs; none without a driver. Unlike CUDA, NVML takes no memory of them."""
+    """NVML's handles of the GPUs that `CUDA_VISIBLE_DEVICES` leaves; none without a driver.
+
+    Unlike CUDA, NVML takes no memory of them. Names that are no indices (UUIDs) leave all of them.
+    """
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return ()
-    return tuple(map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount())))
+    count = pynvml.nvmlDeviceGetCount()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").split(",")
+    indices = list(map(int, visible)) if all(map(str.isdecimal, visible)) else range(count)
+    return tuple(pynvml.nvmlDeviceGetHandleByIndex(index) for index in indices if index < count)
 
 
 @cache

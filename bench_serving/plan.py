@@ -56,18 +56,23 @@ class Measured:
 
 
 BATCH = "a batch of 60,928 cached tokens and 512 new each"
-AGENTIC = "agentic-60k, median time per output token, others' prefills between"
+AGENTIC = "agentic-60k, median time per output token"
 MEASURED = (
     *(
         Measured("stock", Step(requests, new, 60_928, 512, sharing=False), seconds, BATCH)
         for new, times in ((1, (0.0104, 0.0194, 0.0467)), (512, (0.168, 0.432, 1.504)))
         for requests, seconds in zip((1, 8, 32), times)
     ),
-    Measured("plugin", Step(1, 1, 59_904, 643, sharing=True), 0.00767, AGENTIC),
-    Measured("plugin", Step(8, 1, 59_904, 712, sharing=True), 0.01525, AGENTIC),
-    Measured("plugin", Step(8, 1, 59_904, 712, sharing=True), 0.01317, "agentic-60k, median gap"),
+    *(
+        Measured("plugin", Step(requests, 1, 59_904, private, sharing=True), seconds, AGENTIC, weights)
+        for weights, times in (
+            ("bfloat16", (0.00561, 0.01319, 0.01614, 0.02100)),
+            ("mxfp8", (0.00499, 0.00912, 0.01171, 0.01482)),
+        )
+        for requests, private, seconds in zip((1, 6, 11, 22), (720, 835, 757, 764), times)
+    ),
 )
-"""SGLang 0.5.23 in BF16 on 2026-11-30. A software's first decode step, of one request, is what its estimates
+"""With SGLang 0.5.23 on 2026-11-30. A software's first decode step, of one request, is what its estimates
 start from (`beyond_floor`)."""
 
 
@@ -152,7 +157,7 @@ def check_table(measured: Iterable[Measured] = MEASURED) -> list[str]:
         estimate = point.floor + beyond_floor(point.software)
         shown = f"{estimate * 1e3:.1f} | {estimate / point.seconds - 1:+.0%}" if decode else " | "
         lines.append(
-            f"| {point.software} | {point.source} | {kind}, {point.step.requests} at once "
+            f"| {point.software}, {point.weights} | {point.source} | {kind}, {point.step.requests} at once "
             f"| {point.floor * 1e3:.2f} | {point.seconds * 1e3:.1f} | {point.seconds / point.floor:.1f} "
             f"| {shown} |"
         )
@@ -177,7 +182,8 @@ def check_text() -> list[str]:
 def measured_points(folder: Path) -> list[Measured]:
     """The decode steps of a comparison that measured the emulated rank of 8.
 
-    The cost model takes the mean of the cached tokens as shared and of the rest as private.
+    The cost model takes the mean of the cached tokens as shared and of the rest as private, and as requests
+    the mean of those in flight.
 
     Raises:
         ValueError: it measured something else, or nothing.
@@ -198,7 +204,7 @@ def measured_points(folder: Path) -> list[Measured]:
         found.append(
             Measured(
                 "stock" if (PLUGINS, "none") in variant.environment else "plugin",
-                Step(point["max_concurrency"], 1, shared, private, sharing),
+                Step(max(1, round(point["concurrency"])), 1, shared, private, sharing),
                 point["median_tpot_ms"] / 1e3,
                 f"{point['variant']}, {point['workload']}",
                 "mxfp8" if variant.flag("--quantization") == "mxfp8" else "bfloat16",

@@ -17,6 +17,7 @@ def point(variant: str = "ours", **changed: Any) -> dict[str, Any]:
         "prefix_tokens": 60_000,
         "shared_share": 1.0,
         "max_concurrency": 8,
+        "concurrency": 6.6,
         "repeat": 0,
         "round": 0,
         "seed": 0,
