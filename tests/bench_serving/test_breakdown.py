@@ -22,11 +22,11 @@ def event(category: str, name: str, begin: float, length: float, correlation: in
     return made
 
 
-def decode_step(begin: float, first: int, gpu_delay: float = 500.0) -> list[dict]:
+def decode_step(begin: float, first: int, gpu_delay: float = 500.0, requests: int = 8) -> list[dict]:
     """A step whose two launches, one of a whole graph, run four kernels much later than the host's span."""
     gpu = begin + gpu_delay
     return [
-        event("user_annotation", "step[DECODE bs=8]", begin, 100),
+        event("user_annotation", f"step[DECODE bs={requests}]", begin, 100),
         event("cuda_runtime", "cudaLaunchKernel", begin + 10, 5, first),
         event("cuda_runtime", "cudaGraphLaunch", begin + 20, 5, first + 1),
         event("kernel", "rmsnorm_kernel", gpu, 10, first),
@@ -81,11 +81,11 @@ def test_without_a_gpu_operators_count_by_their_own_time() -> None:
         ]
     )
     assert step.microseconds == 60
-    assert step.parts == {"linears": 35, "copies and elementwise": 5, "other": 10, GAPS: 10}
+    assert step.parts == {"linears": 35, "copies and elementwise": 5 + 10, GAPS: 10}
     assert step.kernels == {"aten::linear": 10, "aten::addmm": 25, "aten::copy_": 5, "aten::mul": 10}
 
 
-def extend_step(begin: float, first: int) -> list[dict]:
+def extend_step(begin: float, first: int, tokens: int = 512) -> list[dict]:
     """An extend step of an M3 server on a GPU: graphs between eager launches, two streams, gaps, a host that
     is slower than the GPU; our kernels, SGLang's and cuBLAS's."""
     launches = [
@@ -97,9 +97,9 @@ def extend_step(begin: float, first: int) -> list[dict]:
     ]
     gpu = begin + 20
     return [
-        event("user_annotation", "step[EXTEND bs=1 toks=512]", begin, 1000),
+        event("user_annotation", f"step[EXTEND bs=1 toks={tokens}]", begin, 1000),
         # The same span on the GPU's time line, which is none of the host's.
-        event("gpu_user_annotation", "step[EXTEND bs=1 toks=512]", gpu, 700),
+        event("gpu_user_annotation", f"step[EXTEND bs=1 toks={tokens}]", gpu, 700),
         event("cpu_op", "aten::mm", begin + 90, 30),
         *launches,
         event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", gpu, 10, first),
@@ -141,6 +141,73 @@ def test_an_extend_step_of_graphs_and_eager_launches_on_two_streams_adds_up() ->
         # The synchronisation launches nothing.
         assert (step.host_microseconds, step.launches) == (1000, 4)
     assert summarise([first, second], back_to_back=False).launch_bound_share == pytest.approx(385 / 605)
+
+
+LAYER = (
+    ("_gemma_fused_add_rmsnorm_kernel", "norms and rope"),
+    ("nvjet_sm90_tst_64x8_64x16_4x1_v_bz_splitK_TNT", "linears"),
+    ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", "linears"),
+    ("void sglang::fused_gemma_qknorm_rope_kernel<sglang::FusedTrait<long, 128l, 64l>>", "norms and rope"),
+    ("void (anonymous namespace)::store_kv_index_kernel<256l, 128l>", "cache and page tables"),
+    ("_score_kernel", "selection"),
+    ("_select_kernel", "selection"),
+    ("attend_tiles", "attention"),
+    ("merge_splits", "attention"),
+    ("void topkGatingSigmoid<float, 4, 128>", "MoE"),
+    ("fused_moe_kernel", "MoE"),
+    ("Memset (Device)", "copies and elementwise"),
+)
+
+
+def test_a_step_of_sixty_layers_in_one_graph_adds_up() -> None:
+    """720 kernels, of 2 us with 1 us between them, launched at once and long before they run."""
+    events, repeats = [], 20
+    for place in range(repeats):
+        begin, first = 5000.0 * place, 2 * place
+        events += [
+            event("user_annotation", "step[DECODE bs=8]", begin, 400),
+            event("cuda_runtime", "cudaGraphLaunch", begin + 300, 50, first),
+        ]
+        for number in range(60 * len(LAYER)):
+            name, _ = LAYER[number % len(LAYER)]
+            kind = "gpu_memset" if name.startswith("Memset") else "kernel"
+            events.append(event(kind, name, begin + 2000 + 3 * number, 2, first))
+    found = steps(events)
+    assert len(found) == repeats
+    summary = summarise(found, back_to_back=True)
+    assert (summary.ran, summary.launches, summary.microseconds) == (720, 1, 720 * 3 - 1)
+    assert summary.between_microseconds == 5000 - summary.microseconds and summary.between_kernels == {}
+    for part in {part for _, part in LAYER}:
+        kinds = sum(part == other for _, other in LAYER)
+        assert summary.parts[part] == pytest.approx(60 * 2 * kinds), part
+    assert summary.parts[GAPS] == pytest.approx(719) and OTHER not in summary.parts
+    assert summary.kernels["attend_tiles"] == pytest.approx(120)
+
+
+def test_what_runs_between_two_steps_is_counted_once_and_in_neither() -> None:
+    between = [
+        event("cuda_runtime", "cudaLaunchKernel", 120, 5, 90),
+        event("cuda_runtime", "cudaMemcpyAsync", 130, 5, 91),
+        # It begins beside the first step's last kernel, overlaps a copy, and ends before the second step.
+        event("kernel", "argmax", 570, 25, 90),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 590, 15, 91),
+        # One of another process's launches runs into the second step.
+        event("kernel", "elsewhere", 940, 30, 7777),
+    ]
+    first, second = steps([*decode_step(0, 1), *decode_step(450, 11), *between])
+    assert (first.end, second.begin) == (575, 950)
+    assert first.between_microseconds == 375 and second.between_microseconds is None
+    copy = "Memcpy DtoH (Device -> Pinned)"
+    assert first.between_kernels == {"argmax": 20, copy: 10, "elsewhere": 10}
+    assert first.microseconds == second.microseconds == 75 and sum(second.kernels.values()) == 70
+    summary = summarise([first, second], back_to_back=True)
+    assert summary.between_kernels == {"argmax": 20, copy: 10, "elsewhere": 10}
+    assert summarise([first, second], back_to_back=False).between_microseconds is None
+
+
+def test_steps_of_other_sizes_are_not_back_to_back() -> None:
+    first, second = steps([*decode_step(0, 1, requests=7), *decode_step(450, 11)])
+    assert first.between_microseconds is None and second.between_microseconds is None
 
 
 def test_what_runs_beside_the_step_before_is_no_gap_of_the_next() -> None:
@@ -249,7 +316,7 @@ THEIRS = {
     "_router_triton_kernel": "MoE",
     "void sglang::fused_gemma_qknorm_rope_kernel<sglang::FusedTrait<long, 128l, 64l>>": "norms and rope",
     "void sglang::tiny_n_gemm_kernel<sglang::GEMMTraitN<16u, 6144u, 1u, 32u, __nv_bfloat16>>": "linears",
-    "void sglang::store_kvcache_kernel<256l, 256l, 32u, true, long>": "cache writes",
+    "void sglang::store_kvcache_kernel<256l, 256l, 32u, true, long>": "cache and page tables",
     "_fwd_kernel_ep_scatter_2": "MoE",
     "post_reorder_deepgemm_triton_kernel": "MoE",
     "void deep_gemm::sm90_fp8_gemm_1d2d_impl<0u, 6144u, 3072u, (deep_gemm::GemmType)2>": "MoE",
@@ -265,6 +332,36 @@ THEIRS = {
     "void sglang::cross_device_reduce_1stage<__nv_bfloat16, 8>": "collectives",
     "Memcpy DtoD (Device -> Device)": "copies and elementwise",
     "void at::native::vectorized_elementwise_kernel<4>": "copies and elementwise",
+    "void (anonymous namespace)::minimax_decode_topk_block_kernel<int, true, TopKTrait>": "selection",
+    "void (anonymous namespace)::minimax_decode_topk_page_table_kernel<int, true>": "selection",
+    "_index_block_score_only_kernel": "selection",
+    "_topk_index_partial_kernel": "selection",
+    "_router_gemv_kernel": "MoE",
+    "void align_single_token_kernel<8>": "MoE",
+    "void topk_sum_kernel<__nv_bfloat16, 4>": "MoE",
+    "void count_and_sort_expert_tokens_kernel<int>": "MoE",
+    "void flashinfer::activation::act_and_mul_kernel<__nv_bfloat16, silu>": "MoE",
+    "void deep_gemm::sm90_bf16_gemm_impl<(cute::UMMA::Major)0, 0u, 6144u>": "linears",
+    "void deep_gemm::transpose_and_pack_fp32_into_ue8m0<128u, 64u>": "linears",
+    "void flash::prepare_varlen_num_blocks_kernel<1, true>": "attention",
+    "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::"
+    "CollectiveMainloopFwdSm90<2, cute::tuple<cute::C<1>, cute::C<1>, cute::C<1> >, cutlass::bfloat16_t>>>>": "attention",
+    "void cutlass::device_kernel<flash::FlashAttnFwdCombine<cute::tuple<cute::C<16>, cute::C<64> >, 4>>": "attention",
+    "_fused_decode_metadata_kernel": "attention",
+    "_gemma_routing_post_topk_kernel": "other",
+    "_build_gluon_sparse_bt_prefill_kernel": "other",
+    "alloc_extend_kernel": "cache and page tables",
+    "write_req_to_token_pool_triton": "cache and page tables",
+    "void flashinfer::AppendPagedKVCacheKernel<128, 8>": "cache and page tables",
+    "void flashinfer::sampling::TopKRenormProbKernel<1024>": "embedding and sampling",
+    "void at::native::(anonymous namespace)::vectorized_gather_kernel<16, long>": "embedding and sampling",
+    "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float>": "embedding and sampling",
+    "_lamport_style_one_shot_kernel": "collectives",
+    "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0": "norms and rope",
+    "triton_red_fused_add_1": "copies and elementwise",
+    "Memset (Device)": "copies and elementwise",
+    "aten::_softmax": "attention",
+    "aten::where": "copies and elementwise",
     "a_kernel_nobody_knows": "other",
 }
 

@@ -1,9 +1,10 @@
 """On a Hopper GPU: an MXFP8 checkpoint served by the plugin, in both layouts, against transformers.
 
-    python -m tests.quantization.gpu_engine
+    python -m tests.quantization.gpu_engine [REQUESTS]
 
 Builds a seeded MXFP8 checkpoint with M3's head sizes, serves it with CUDA graphs in `fast` and in `exact` at
 the same time, and compares log-probabilities with those of transformers' own model, dequantised, in float32.
+`REQUESTS` (4) run at once, so that many tokens are in a decode step, on which the choice of kernels depends.
 """
 
 from __future__ import annotations
@@ -19,18 +20,21 @@ from typing import Any
 
 import torch
 
-PROMPT_TOKENS, NEW_TOKENS, REQUESTS = 3000, 24, 4
+PROMPT_TOKENS, NEW_TOKENS = 3000, 24
+REQUESTS = int(sys.argv[1]) if len(sys.argv) > 1 else 4
+APART_TOKENS = 700
+"""Between the places where the prompts of two requests begin."""
 FLAGS = {
     "dtype": "bfloat16",
     "chunked_prefill_size": 2048,
-    "max_total_tokens": 32768,
+    "max_total_tokens": 4096 * (REQUESTS + 4),
     "context_length": 16384,
     "log_level": "info",
     "skip_tokenizer_init": True,
     "random_seed": 1,
     "attention_backend": "triton",
     "sampling_backend": "pytorch",
-    "cuda_graph_max_bs_decode": 4,
+    "cuda_graph_max_bs_decode": REQUESTS,
     "mem_fraction_static": 0.9,
     "moe_runner_backend": "deep_gemm",
 }
@@ -45,7 +49,8 @@ def prompts() -> list[list[int]]:
 
     tokenizer = AutoTokenizer.from_pretrained(os.environ["M3_CHECKPOINT"])
     ids = tokenizer(inspect.getsource(inspect) + inspect.getsource(random))["input_ids"]
-    return [ids[700 * i : 700 * i + PROMPT_TOKENS] for i in range(REQUESTS)]
+    assert len(ids) >= APART_TOKENS * (REQUESTS - 1) + PROMPT_TOKENS, f"text for {len(ids)} tokens"
+    return [ids[APART_TOKENS * i :][:PROMPT_TOKENS] for i in range(REQUESTS)]
 
 
 def serve() -> dict[str, Any]:
@@ -104,7 +109,7 @@ def main() -> None:
     )
     checkpoint = build(scratch / "m3", shape)
     numbers = edited(checkpoint, scratch / "numbers", dequantise, declared=False)
-    command = [sys.executable, "-m", "tests.quantization.gpu_engine"]
+    command = [sys.executable, "-m", "tests.quantization.gpu_engine", str(REQUESTS)]
     running = {
         name: subprocess.Popen(
             command,
