@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from sglang_m3.attention import pool
+from tests.kernels.sm90 import REAL
 
 LAYERS = (0, 1, 2)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not REAL, reason="needs an sm90 GPU"))]
 
 
-@pytest.fixture
-def tiny_pool() -> pool.M3KVPool:
+@pytest.fixture(params=DEVICES)
+def tiny_pool(request: pytest.FixtureRequest) -> pool.M3KVPool:
     made = pool.M3KVPool(
         size=256,
         page_size=128,
@@ -23,19 +25,20 @@ def tiny_pool() -> pool.M3KVPool:
         idx_head_dim=8,
         dense_layer_ids=[0],
         sparse_layer_ids=[1, 2],
-        device="cpu",
+        device=request.param,
         disable_value_sparse_layer_ids=[1, 2],
         start_layer=0,
         end_layer=3,
     )
     for number, buffer in enumerate(made._buffers()):
-        slots = torch.arange(buffer.shape[0])[:, None, None]
+        slots = torch.arange(buffer.shape[0], device=request.param)[:, None, None]
         buffer.copy_((slots + 1000 * number).expand_as(buffer).to(buffer.dtype))
     return made
 
 
 def test_moving_tokens_moves_keys_values_and_index_keys_of_every_layer(tiny_pool: pool.M3KVPool) -> None:
-    source, target = torch.tensor([131, 7, 250, 9]), torch.tensor([130, 7, 131, 8])
+    device = tiny_pool.get_key_buffer(0).device
+    source, target = (torch.tensor(slots, device=device) for slots in ([131, 7, 250, 9], [130, 7, 132, 8]))
     everything = {
         **{("k", layer): tiny_pool.get_key_buffer(layer) for layer in LAYERS},
         **{("v", layer): tiny_pool.get_value_buffer(layer) for layer in LAYERS},
