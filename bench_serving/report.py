@@ -22,6 +22,8 @@ from bench_serving.summary import (
 )
 
 REPORT = "README.md"
+NOTES = "notes.md"
+"""What a person has to say about the numbers, in the folder; the report begins with it."""
 
 EXPLANATION = """\
 - Medians over the repeats of a load; ± is (largest - smallest) / median over them, nothing for a single
@@ -57,7 +59,8 @@ def write(store: Store, *, title: str, command: str, plots: Sequence[str] = ()) 
         raise FileNotFoundError(f"no points in {store.folder}; measure first")
     table = rows(points)
     base = base_variant(points)
-    lines = [f"# {title}", "", *_context(points, command), *_left_out(now.left_out), ""]
+    lines = [f"# {title}", "", *_notes(store.folder)]
+    lines += [*_context(points, command), *_left_out(now.left_out), ""]
     lines += [EXPLANATION.format(base=f"**{base}**"), ""]
     lines += [line for plot in plots for line in (f"![{Path(plot).stem.replace('-', ' ')}]({plot})", "")]
     variants = list(_by_variant(points))
@@ -71,6 +74,11 @@ def write(store: Store, *, title: str, command: str, plots: Sequence[str] = ()) 
     path = store.folder / REPORT
     path.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
     return path
+
+
+def _notes(folder: Path) -> list[str]:
+    notes = folder / NOTES
+    return [notes.read_text(encoding="utf-8").strip(), ""] if notes.is_file() else []
 
 
 def _load_of(row: Row) -> tuple[str, int, float, str]:

@@ -46,6 +46,14 @@ def test_the_report_has_ratios_context_and_failures(tmp_path: Path) -> None:
     assert {line.count("|") for line in rows} == {header.count("|")}
 
 
+def test_the_notes_of_a_folder_stand_before_everything_measured(tmp_path: Path) -> None:
+    held = store(tmp_path, [point("stock")])
+    assert "missed" not in report.write(held, title="x", command="").read_text()
+    (tmp_path / report.NOTES).write_text("The goal was missed.\n")
+    text = report.write(held, title="x", command="").read_text()
+    assert text.startswith("# x\n\nThe goal was missed.\n\n- Machine: "), text
+
+
 def test_points_that_may_not_stand_side_by_side_are_counted_and_not_shown(tmp_path: Path) -> None:
     older = point("ours", time=NOW - 60, code="0ld", median_ttft_ms=77.7, max_concurrency=16)
     held = store(tmp_path, [older, point("stock"), point("ours")])
