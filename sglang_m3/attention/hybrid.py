@@ -15,15 +15,22 @@ from torch import Tensor, nn
 from sglang_m3.attention.backend import M3SparseBackend
 from sglang_m3.attention.step import Step
 
+MOST_WHOLE_ROWS = 1024
+"""Rows of a prefill graph that holds the dense layers' attention whatever the dense backend.
+
+A graph that breaks at them waits for the host between short pieces, about 4 ms a step. The plugin's operator
+takes about a tenth longer than FA3, which with so many rows is less, up to a million tokens of context.
+"""
+
 
 class M3HybridBackend(MiniMaxHybridAttnBackend):
     """SGLang's routing between a dense and a sparse backend, except for some dense layers.
 
     In decode and verify those attend through the plugin's operator, which loads a page once for the requests
     that share it; dense backends load it once for each. In prefill they do where the dense backend is
-    SGLang's Triton one, which is slower and which graphs have to leave. FA3, SGLang's default for M3 on
-    Hopper, and FlashInfer keep their prefill: they have not been compared. Where the dense backend has
-    nothing to do, it prepares nothing either.
+    SGLang's Triton one, which is slower, and in graphs of up to `MOST_WHOLE_ROWS` rows. FA3, SGLang's default
+    for M3 on Hopper, and FlashInfer keep the rest. Where the dense backend has nothing to do, it prepares
+    nothing either.
     """
 
     dense: AttentionBackend
@@ -36,12 +43,17 @@ class M3HybridBackend(MiniMaxHybridAttnBackend):
         super().__init__(dense_backend, sparse_backend, sparse_layer_ids)
         pair = isinstance(dense_backend, HybridAttnBackend)
         prefill_backend = dense_backend.prefill_backend if pair else dense_backend
-        self._extends = isinstance(prefill_backend, TritonAttnBackend)
+        self._always_extends = isinstance(prefill_backend, TritonAttnBackend)
+        self._extends = self._always_extends
+        self._dense_layers: list[RadixAttention] = []
         steps = sparse_backend.prefill_graph_steps
         self.prefill_cuda_graph_max_batch_size = None if steps is None else steps.requests
 
     def init_forward_metadata_for_breakable_cuda_graph_capture(self, forward_batch: ForwardBatch) -> Step:
         """Prepare the capture of a prefill graph."""
+        self._extends = self._in_whole(len(forward_batch.input_ids))
+        for layer in self._dense_layers:
+            layer.use_prefill_attention_wrapper = not self._extends
         if not self._shares(forward_batch.forward_mode):
             self.dense.init_forward_metadata(forward_batch)
         return self.sparse.refill_prefill_graph_step(forward_batch, len(forward_batch.input_ids))
@@ -54,17 +66,20 @@ class M3HybridBackend(MiniMaxHybridAttnBackend):
         static_forward_batch: ForwardBatch | None = None,
     ) -> None:
         """Prepare a replay: `capture_metadata`, the captured step, comes to describe `forward_batch`."""
+        self._extends = self._in_whole(len(capture_metadata.rows))
         if not self._shares(forward_batch.forward_mode):
             self.dense.init_forward_metadata(forward_batch)
         step = self.sparse.refill_prefill_graph_step(forward_batch, len(capture_metadata.rows))
         assert step.same_memory(capture_metadata)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        self._extends = self._always_extends
         self.sparse.init_forward_metadata(forward_batch)
         if not self._shares(forward_batch.forward_mode):
             self.dense.init_forward_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        self._extends = self._always_extends
         self.sparse.init_forward_metadata_out_graph(forward_batch, in_capture)
         if not self._shares(forward_batch.forward_mode):
             self.dense.init_forward_metadata_out_graph(forward_batch, in_capture)
@@ -90,11 +105,18 @@ class M3HybridBackend(MiniMaxHybridAttnBackend):
         return self.sparse.attend_to_all(q, k, v, layer, forward_batch, save_kv_cache)
 
     def capture_whole(self, model: nn.Module) -> None:
-        """Tell SGLang at which attention layers prefill graphs need no break: the plugin's."""
+        """Tell SGLang at which attention layers prefill graphs need no break: the plugin's.
+
+        Of the dense ones that is decided before the capture of each size.
+        """
         for module in model.modules():
             if isinstance(module, RadixAttention):
                 dense = module.layer_id not in self.sparse_layer_ids
-                module.use_prefill_attention_wrapper = dense and not self._extends
+                module.use_prefill_attention_wrapper = dense and not self._always_extends
+                self._dense_layers += [module] * dense
+
+    def _in_whole(self, rows: int) -> bool:
+        return self._always_extends or rows <= MOST_WHOLE_ROWS
 
     def _shares(self, mode: ForwardMode) -> bool:
         if mode.is_decode() or mode.is_target_verify():

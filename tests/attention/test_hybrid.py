@@ -14,7 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import nn
 
 from sglang_m3.attention.backend import M3SparseBackend
-from sglang_m3.attention.hybrid import M3HybridBackend
+from sglang_m3.attention.hybrid import MOST_WHOLE_ROWS, M3HybridBackend
 from sglang_m3.attention.pool import M3KVPool
 from sglang_m3.attention.step import Step
 from sglang_m3.attention.workspace import Workspaces
@@ -76,25 +76,58 @@ def test_a_dense_layers_backend_prepares_exactly_the_steps_that_it_serves(
 
 
 @pytest.mark.parametrize("dense", [Recording, RecordingTriton])
-def test_a_prefill_graph_leaves_dense_layers_to_a_backend_that_serves_them(dense: type[Recording]) -> None:
-    calls: list[tuple[str, str]] = []
+def test_prefill_graphs_hold_dense_layers_where_they_are_short_or_the_plugins(dense: type[Recording]) -> None:
+    calls: list[tuple[str, object]] = []
     hybrid = hybrid_of(dense, calls)
     model = nn.ModuleList(nn.Sequential(RadixAttention(2, 16, 1.0, 1, layer)) for layer in (0, 1, 2))
     hybrid.capture_whole(model)
-    breaks = [layer[0].layer_id for layer in model if layer[0].use_prefill_attention_wrapper]
-    assert breaks == ([0, 2] if dense is Recording else [])
-    step = Step(torch.zeros(1, 1), Rows(torch.zeros(7), torch.zeros(7)), SimpleNamespace())
-    hybrid.sparse.refill_prefill_graph_step = lambda batch, tokens: calls.append(("sparse", tokens)) or step
-    batch = SimpleNamespace(input_ids=torch.zeros(7), forward_mode=ForwardMode.EXTEND)
-    captured = hybrid.init_forward_metadata_for_breakable_cuda_graph_capture(batch)
-    # A replayed batch has fewer tokens than its graph.
-    hybrid.prepare_forward_metadata_for_breakable_cuda_graph_replay(
-        captured,
-        SimpleNamespace(input_ids=torch.zeros(5), forward_mode=ForwardMode.MIXED),
-        static_forward_batch=batch,
-    )
-    prepared = [("dense", "init_forward_metadata")] if dense is Recording else []
-    assert calls == [*prepared, ("sparse", 7)] * 2
+
+    def breaks() -> list[int]:
+        return [layer[0].layer_id for layer in model if layer[0].use_prefill_attention_wrapper]
+
+    assert breaks() == ([0, 2] if dense is Recording else [])
+
+    def step_of(batch: SimpleNamespace, rows: int) -> Step:
+        calls.append(("sparse", rows))
+        return steps[rows]
+
+    hybrid.sparse.refill_prefill_graph_step = step_of
+    sizes = (MOST_WHOLE_ROWS + 1, MOST_WHOLE_ROWS, 7)
+    steps = {
+        rows: Step(torch.zeros(1, 1), Rows(torch.zeros(rows), torch.zeros(rows)), SimpleNamespace())
+        for rows in sizes
+    }
+    for rows in sizes:
+        calls.clear()
+        by_dense = dense is Recording and rows > MOST_WHOLE_ROWS
+        batch = SimpleNamespace(
+            input_ids=torch.zeros(rows), forward_mode=ForwardMode.EXTEND, extend_seq_lens_cpu=None
+        )
+        assert hybrid.init_forward_metadata_for_breakable_cuda_graph_capture(batch) is steps[rows]
+        assert breaks() == ([0, 2] if by_dense else []), rows
+        hybrid.forward(None, None, None, SimpleNamespace(layer_id=DENSE_LAYER), batch)
+        prepared = [("dense", "init_forward_metadata")] if by_dense else []
+        served = ("dense", "forward") if by_dense else ("sparse", "attend_to_all")
+        assert calls == [*prepared, ("sparse", rows), served], rows
+    # In any order, between eager steps, a replay serves the dense layers as its graph was captured.
+    for rows in reversed(sizes):
+        calls.clear()
+        by_dense = dense is Recording and rows > MOST_WHOLE_ROWS
+        # A replayed batch has fewer tokens than its graph.
+        batch = SimpleNamespace(
+            input_ids=torch.zeros(5), forward_mode=ForwardMode.MIXED, extend_seq_lens_cpu=None
+        )
+        hybrid.prepare_forward_metadata_for_breakable_cuda_graph_replay(
+            steps[rows], batch, static_forward_batch=None
+        )
+        if by_dense:  # the break
+            hybrid.forward(None, None, None, SimpleNamespace(layer_id=DENSE_LAYER), batch)
+        done = [("dense", "init_forward_metadata"), ("sparse", rows), ("dense", "forward")]
+        assert calls == (done if by_dense else [("sparse", rows)]), rows
+        calls.clear()
+        hybrid.init_forward_metadata(batch)
+        hybrid.forward(None, None, None, SimpleNamespace(layer_id=DENSE_LAYER), batch)
+        assert calls[-1] == (("dense", "forward") if dense is Recording else ("sparse", "attend_to_all"))
 
 
 @pytest.mark.parametrize("prefill", [Recording, RecordingTriton])
