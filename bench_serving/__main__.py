@@ -1,13 +1,13 @@
-"""`python -m bench_serving`: load a server, compare servers, report; see `docs/benchmarks.md`."""
+"""Load SGLang servers as agents do, compare them, say where a step's time goes; see docs/benchmarks.md."""
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import shlex
 import signal
 import sys
 import time
-import urllib.error
 from pathlib import Path
 
 from bench_serving import options, workload
@@ -15,12 +15,23 @@ from bench_serving import options, workload
 INTERRUPTED = 130
 """Exit status, as a shell gives it."""
 
+MORE = """\
+Programs of their own, each with --help: python -m bench_serving.plan (what fits a node, on paper),
+.one_rank (one rank's share of M3 as a model folder), .operators (operators beside SGLang's),
+.tune_experts, .client_cost."""
+SERVED = "Flags after -- go to every server: ... -- --model-path MODEL --tp-size 8"
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one of the commands; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     arguments, flags = _split(arguments)
-    parser = argparse.ArgumentParser(prog="python -m bench_serving", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench_serving",
+        description=__doc__,
+        epilog=MORE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_workloads(commands)
     _add_run(commands)
@@ -37,9 +48,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     try:
         return chosen.run(chosen)
-    except (ValueError, FileNotFoundError, RuntimeError, urllib.error.URLError) as error:
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (RuntimeError, OSError, http.client.HTTPException) as error:
         where = f"{chosen.url}: " if getattr(chosen, "url", None) else ""
-        print(f"error: {where}{error}", file=sys.stderr)
+        print(f"error: {where}{getattr(error, 'reason', None) or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -54,8 +68,18 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments[:place], arguments[place + 1 :]
 
 
+def _command(commands, name: str, what: str, epilog: str | None = None) -> argparse.ArgumentParser:
+    return commands.add_parser(name, help=what, description=what, epilog=epilog, formatter_class=options.Help)
+
+
+def _add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FOLDER", help="of the report and what it is made from"
+    )
+
+
 def _add_workloads(commands) -> None:
-    parser = commands.add_parser("workloads", help="list the workloads")
+    parser = _command(commands, "workloads", "list the workloads")
     parser.set_defaults(run=_run_workloads)
 
 
@@ -67,15 +91,17 @@ def _run_workloads(chosen: argparse.Namespace) -> int:
 
 
 def _add_run(commands) -> None:
-    parser = commands.add_parser("run", help="load a running server")
+    parser = _command(commands, "run", "load a running server; its cache is emptied first")
     options.add_load(parser)
-    parser.add_argument("--url", required=True)
+    options.add_url(parser)
     parser.add_argument("--name", default="server", help="what the report calls it")
     parser.add_argument(
         "--machine", default="", help="what it runs on, for a server elsewhere; default: found out if here"
     )
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument(
+        "--repeats", type=options.count, default=1, metavar="N", help="measurements of each point"
+    )
+    _add_out(parser)
     parser.set_defaults(run=_run_run)
 
 
@@ -97,22 +123,35 @@ def _failures(failed: dict[str, int]) -> int:
 
 
 def _add_compare(commands) -> None:
-    parser = commands.add_parser(
+    parser = _command(
+        commands,
         "compare",
-        help="start variants of a server and load each; measured points are resumed within the hour",
+        "start variants of a server and load each; measured points are resumed within the hour",
+        SERVED,
     )
     options.add_load(parser)
     options.add_variants(parser)
-    parser.add_argument("--repeats", type=int, default=1, help="measurements of each point on one server")
+    parser.add_argument(
+        "--repeats",
+        type=options.count,
+        default=1,
+        metavar="N",
+        help="measurements of each point on one server",
+    )
     parser.add_argument(
         "--rounds",
-        type=int,
+        type=options.count,
         default=2,
+        metavar="N",
         help="starts of each variant, every other time in reverse order, so that drift meets all alike",
     )
     parser.add_argument("--together", action="store_true", help="all variants up at once, alternating points")
     parser.add_argument(
-        "--stop-after-s", type=float, default=float("inf"), help="start no point later than this"
+        "--stop-after-s",
+        type=options.above_zero,
+        default=float("inf"),
+        metavar="SECONDS",
+        help="start no point later than this",
     )
     options.add_start_limit(parser)
     parser.add_argument(
@@ -121,7 +160,7 @@ def _add_compare(commands) -> None:
         help="after all is measured, start each variant of the plugin once more and note which blocks and "
         "experts the work touches; default: where weights are dummies",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    _add_out(parser)
     parser.set_defaults(run=_run_compare)
 
 
@@ -164,13 +203,24 @@ def _run_compare(chosen: argparse.Namespace) -> int:
 
 
 def _add_report(commands) -> None:
-    parser = commands.add_parser("report", help="write the Markdown and the plots of measured points again")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    parser = _command(
+        commands, "report", "write the Markdown and the plots of measured points, or of a profile, again"
+    )
+    _add_out(parser)
     parser.set_defaults(run=_run_report)
 
 
 def _run_report(chosen: argparse.Namespace) -> int:
-    return _report(chosen.out, None)
+    from bench_serving import profile_report
+    from bench_serving.store import POINTS
+
+    if (chosen.out / POINTS).is_file():
+        return _report(chosen.out, None)
+    if (chosen.out / profile_report.FILE).is_file():
+        profile_report.write(chosen.out)
+        print(chosen.out / profile_report.REPORT)
+        return 0
+    raise FileNotFoundError(f"{chosen.out} holds neither {POINTS} nor {profile_report.FILE}; measure first")
 
 
 def _report(folder: Path, command: str | None) -> int:
@@ -195,17 +245,31 @@ def _report(folder: Path, command: str | None) -> int:
 
 
 def _add_knee(commands) -> None:
-    parser = commands.add_parser(
-        "knee", help="the highest concurrency of a running server that meets a target"
+    parser = _command(
+        commands, "knee", "find the highest concurrency at which a running server meets a target"
     )
     options.add_load(parser, many=False)
-    parser.add_argument("--url", required=True)
-    parser.add_argument("--tokens-per-s", type=float, default=50.0, help="per request, after the first token")
-    parser.add_argument("--first-token-s", type=float, default=1.0)
+    options.add_url(parser)
+    parser.add_argument(
+        "--tokens-per-s",
+        type=options.above_zero,
+        default=50.0,
+        metavar="TOKENS",
+        help="per request, after the first token, at least",
+    )
+    parser.add_argument(
+        "--first-token-s",
+        type=options.above_zero,
+        default=1.0,
+        metavar="SECONDS",
+        help="to the first token at most",
+    )
     parser.add_argument(
         "--quantile", choices=("median", "p95"), default="median", help="requests that must meet it"
     )
-    parser.add_argument("--most", type=int, default=256, help="highest concurrency to try")
+    parser.add_argument(
+        "--most", type=options.count, default=256, metavar="N", help="highest concurrency to try"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines of every concurrency tried")
     parser.set_defaults(run=_run_knee)
 
@@ -218,21 +282,35 @@ def _run_knee(chosen: argparse.Namespace) -> int:
 
 
 def _add_profile(commands) -> None:
-    parser = commands.add_parser(
-        "profile", help="split a decode and an extend step of each variant into what takes the time"
+    parser = _command(
+        commands,
+        "profile",
+        "split a decode and an extend step of each variant into what takes the time",
+        SERVED,
     )
     options.add_variants(parser)
-    parser.add_argument("--url", help="profile this server, on this machine, instead of starting variants")
-    parser.add_argument("--prefix-tokens", type=int, default=60_000)
-    parser.add_argument("--new-tokens", type=int, default=512, help="per request of the extend steps")
-    parser.add_argument("--concurrency", type=int, default=8, help="requests of a decode step")
-    parser.add_argument("--steps", type=int, default=5, help="steps of each stage to trace")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--prompts", choices=("text", "random"), default="text")
-    parser.add_argument("--tokenizer")
-    parser.add_argument("--vocab", type=int)
+    parser.add_argument(
+        "--url",
+        type=options.url,
+        help="profile this server, on this machine, instead of starting variants",
+    )
+    for name, default, what in (
+        ("--prefix-tokens", 60_000, "that all requests share and find in the cache"),
+        ("--new-tokens", 512, "per request of the extend steps"),
+        ("--concurrency", 8, "requests of a decode step; extend steps have one"),
+        ("--steps", 5, "of each stage, to take the median of"),
+    ):
+        parser.add_argument(name, type=options.count, default=default, metavar="N", help=what)
+    parser.add_argument(
+        "--limit-s",
+        type=options.above_zero,
+        default=900.0,
+        metavar="SECONDS",
+        help="for the profile of one server that is up, a minute or two at M3's size",
+    )
+    options.add_prompts(parser)
     options.add_start_limit(parser)
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    _add_out(parser)
     parser.set_defaults(run=_run_profile)
 
 

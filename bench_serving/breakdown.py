@@ -2,8 +2,9 @@
 
 SGLang puts every forward step into a span, `step[DECODE bs=8]` or `step[EXTEND bs=1 toks=512]`. A kernel
 belongs to the step whose span holds the call that launched it, also when the call launched a whole CUDA
-graph. The span's own length is the host's time for the step. Traces without a GPU are split by PyTorch's
-operators instead: their self time, and the Python between.
+graph. What was launched outside of all spans, such as sampling, is counted between the steps. The span's own
+length is the host's time for the step. Traces without a GPU are split by PyTorch's operators instead: their
+self time, and the Python between.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench_serving.step_parts import GAPS, PART_NAMES, part_of
+from bench_serving.step_parts import GAPS, GRAPH_GAPS, PART_NAMES, part_of
 
 SPAN = re.compile(r"^step\[(?P<stage>[A-Z_]+) bs=(?P<requests>\d+)(?: toks=(?P<tokens>\d+))?")
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -41,12 +42,15 @@ class StepTime:
         stage, requests, tokens: as its span says; `tokens` are an extend step's new tokens.
         microseconds: from its first kernel's start to its last kernel's end, what runs beside the step before
             left out.
-        parts: microseconds by part, `GAPS` being when no kernel ran. Of kernels that overlap, the one that
-            began first has the time.
+        parts: microseconds by part; when no kernel ran, between two of one launch `GRAPH_GAPS`, else `GAPS`.
+            Of kernels that overlap, the one that began first has the time.
         kernels: microseconds by kernel name, counted alike.
         begin: when it began, on the trace's clock.
         host_microseconds: the host's time in the step. A GPU that waits for the next launch makes gaps.
         launches: calls in which the host put kernels, copies or whole graphs on the GPU.
+        ran: kernels and copies of the step, or PyTorch's operators.
+        between_microseconds: until the next step began, if that is of the same stage and as many requests.
+        between_kernels: microseconds by name of the kernels that ran meanwhile, counted like `kernels`.
     """
 
     stage: str
@@ -58,6 +62,13 @@ class StepTime:
     begin: float
     host_microseconds: float
     launches: int
+    ran: int
+    between_microseconds: float | None = None
+    between_kernels: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def end(self) -> float:
+        return self.begin + self.microseconds
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -89,8 +100,9 @@ def steps(events: Iterable[dict[str, Any]]) -> list[StepTime]:
             f"was served while it was taken, or this SGLang names them otherwise; it holds {seen}"
         )
     calls = [event for event in complete if event.get("cat") in CALLS]
+    outside: list[dict[str, Any]] = []
     if calls:
-        work = _kernels_by_span(complete, calls, spans)
+        work, outside = _kernels_by_span(complete, calls, spans)
     else:
         work = _operators_by_span(complete, spans)
         if not any(work):
@@ -103,7 +115,7 @@ def steps(events: Iterable[dict[str, Any]]) -> list[StepTime]:
         if end > reached:
             found.append(_step(span, ran, reached, launches[place]))
             reached = end
-    return found
+    return _with_what_ran_between(found, outside)
 
 
 @dataclass(frozen=True)
@@ -113,8 +125,9 @@ class Breakdown:
     Attributes:
         microseconds: median of the steps' times; `parts` and `kernels` are means scaled to it.
         between_microseconds: median from one step's end to the next one's start, for steps back to back.
+        between_kernels: microseconds by name of what ran meanwhile, means scaled alike.
         host_microseconds: median of the host's times.
-        launches: median of their numbers.
+        launches, ran: medians of their numbers.
     """
 
     stage: str
@@ -127,10 +140,12 @@ class Breakdown:
     kernels: dict[str, float]
     host_microseconds: float
     launches: float
+    ran: float
+    between_kernels: dict[str, float] = field(default_factory=dict)
 
     @property
     def launch_bound_share(self) -> float:
-        """Part of the step in which no kernel ran: what faster launching could gain at most."""
+        """Part of the step in which the GPU waited for a launch: what faster launching gains at most."""
         return self.parts.get(GAPS, 0.0) / self.microseconds
 
 
@@ -138,33 +153,45 @@ def summarise(taken: Sequence[StepTime], *, back_to_back: bool) -> Breakdown:
     """Of steps that did the same work. Raises TraceError for none."""
     if not taken:
         raise TraceError("the trace holds no such step")
-    median = statistics.median(step.microseconds for step in taken)
-    total = sum(step.microseconds for step in taken)
     parts: Counter[str] = Counter()
     kernels: Counter[str] = Counter()
     for step in taken:
         parts.update(step.parts)
         kernels.update(step.kernels)
-    between = [later.begin - (step.begin + step.microseconds) for step, later in itertools.pairwise(taken)]
-    scale = median / total
+    median, scale = _median_and_scale([step.microseconds for step in taken])
+    pauses = [step for step in taken if back_to_back and step.between_microseconds is not None]
+    meanwhile: Counter[str] = Counter()
+    for step in pauses:
+        meanwhile.update(step.between_kernels)
+    between, between_scale = _median_and_scale([step.between_microseconds for step in pauses])
     return Breakdown(
         taken[0].stage,
         taken[0].requests,
         taken[0].tokens,
         len(taken),
         median,
-        statistics.median(between) if back_to_back and between else None,
+        between if pauses else None,
         {name: parts[name] * scale for name in PART_NAMES if parts[name]},
         {name: value * scale for name, value in kernels.most_common()},
         statistics.median(step.host_microseconds for step in taken),
         statistics.median(step.launches for step in taken),
+        statistics.median(step.ran for step in taken),
+        {name: value * between_scale for name, value in meanwhile.most_common()},
     )
+
+
+def _median_and_scale(lengths: Sequence[float]) -> tuple[float, float]:
+    """The median, and what sums over all of them are to be multiplied by to be its shares."""
+    total = sum(lengths)
+    median = statistics.median(lengths) if lengths else 0.0
+    return median, median / total if total else 0.0
 
 
 def _kernels_by_span(
     complete: Sequence[dict[str, Any]], calls: Sequence[dict[str, Any]], spans: Sequence[dict[str, Any]]
-) -> list[list[dict[str, Any]]]:
-    """Kernels and copies by the span in which their launch lies; the launch has the same correlation id.
+) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
+    """Kernels and copies by the span in which their launch lies; the launch has the same correlation id. And
+    those that were launched in none.
 
     Raises:
         TraceError: there are none, or none was launched in a span.
@@ -178,17 +205,17 @@ def _kernels_by_span(
             "(NVreg_RestrictProfilingToAdminUsers), or the GPU was not among the profile's activities"
         )
     found: list[list[dict[str, Any]]] = [[] for _ in spans]
+    outside: list[dict[str, Any]] = []
     for event in ran:
         begin = launched.get(_correlation(event))
         place = None if begin is None else _span_at(spans, begin)
-        if place is not None:
-            found[place].append(event)
+        (outside if place is None else found[place]).append(event)
     if not any(found):
         raise TraceError(
             f"none of the trace's {len(ran)} kernels was launched within one of its {len(spans)} steps: "
             "their launches are missing, or have no correlation ids"
         )
-    return found
+    return found, outside
 
 
 def _correlation(event: dict[str, Any]) -> int | None:
@@ -248,23 +275,56 @@ def _step(span: dict[str, Any], ran: Sequence[dict[str, Any]], not_before: float
     fields = SPAN.match(span["name"]).groupdict()
     begin = max(not_before, min(event["ts"] for event in ran))
     end = max(event["ts"] + event["dur"] for event in ran)
-    parts: Counter[str] = Counter()
-    kernels: Counter[str] = Counter()
-    reached = begin
-    for event in sorted(ran, key=lambda event: event["ts"]):
-        parts[GAPS] += max(0.0, event["ts"] - reached)
-        own = max(0.0, event["ts"] + event["dur"] - max(reached, event["ts"]))
-        parts[part_of(event["name"])] += own
-        kernels[event["name"]] += own
-        reached = max(reached, event["ts"] + event["dur"])
+    kernels, gaps = _one_at_a_time(ran, begin, end)
+    parts: Counter[str] = Counter(gaps)
+    for name, microseconds in kernels.items():
+        parts[part_of(name)] += microseconds
     return StepTime(
         fields["stage"],
         int(fields["requests"]),
         int(fields["tokens"] or 0),
         end - begin,
         dict(parts),
-        dict(kernels),
+        kernels,
         begin,
         span["dur"],
         launches,
+        len(ran),
     )
+
+
+def _one_at_a_time(
+    ran: Iterable[dict[str, Any]], begin: float, end: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Microseconds of `begin` to `end` by name, of events that overlap the earlier one's; and without any, by
+    kind of gap."""
+    own: Counter[str] = Counter()
+    gaps: Counter[str] = Counter({GAPS: 0.0})
+    reached, launch = begin, None
+    for event in sorted(ran, key=lambda event: event["ts"]):
+        if event["ts"] > reached:
+            in_graph = launch is not None and launch == _correlation(event)
+            gaps[GRAPH_GAPS if in_graph else GAPS] += event["ts"] - reached
+        until = min(end, event["ts"] + event["dur"])
+        own[event["name"]] += max(0.0, until - max(reached, event["ts"]))
+        if until >= reached:
+            reached, launch = until, _correlation(event)
+    return dict(own), dict(gaps)
+
+
+def _with_what_ran_between(found: Sequence[StepTime], outside: Iterable[dict[str, Any]]) -> list[StepTime]:
+    """The steps, each with what ran until the next one like it began."""
+    waiting = sorted(outside, key=lambda event: event["ts"])
+    made = []
+    for step, later in itertools.zip_longest(found, found[1:]):
+        if later is None or (later.stage, later.requests) != (step.stage, step.requests):
+            made.append(step)
+            continue
+        meanwhile = [
+            event
+            for event in waiting[: bisect.bisect_left(waiting, later.begin, key=lambda event: event["ts"])]
+            if event["ts"] + event["dur"] > step.end
+        ]
+        ran, _ = _one_at_a_time(meanwhile, step.end, later.begin)
+        made.append(replace(step, between_microseconds=later.begin - step.end, between_kernels=ran))
+    return made

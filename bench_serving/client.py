@@ -87,11 +87,13 @@ def drive(
     concurrency: int,
     *,
     on_answer: Callable[[Answer], None] = lambda answer: None,
+    until: float = float("inf"),
 ) -> Drive:
     """Run all sessions, `concurrency` at a time. A failed request is an exchange like any other; what its
-    session had still to ask is recorded as failed, too. `on_answer` is in the time: it must not read."""
+    session had still to ask is recorded as failed, too. `on_answer` is in the time: it must not read.
+    Requests that are not answered at `until`, on `time.monotonic`'s clock, fail."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, _no_garbage_collection():
-        return runner.run(_drive(url, sessions, concurrency, on_answer))
+        return runner.run(_drive(url, sessions, concurrency, on_answer, until))
 
 
 @contextlib.contextmanager
@@ -105,11 +107,15 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 async def _drive(
-    url: str, sessions: Iterable[Session], concurrency: int, on_answer: Callable[[Answer], None]
+    url: str,
+    sessions: Iterable[Session],
+    concurrency: int,
+    on_answer: Callable[[Answer], None],
+    until: float,
 ) -> Drive:
     waiting = iter(_prepared(sessions))
     answers: dict[tuple[int, int, int], Answer] = {}
-    client = _Client(url, on_answer)
+    client = _Client(url, on_answer, until)
     begin, cpu, process = time.perf_counter(), time.thread_time(), time.process_time()
     await asyncio.gather(*(_slot(client, waiting, answers) for _ in range(concurrency)))
     seconds, cpu = time.perf_counter() - begin, time.thread_time() - cpu
@@ -166,9 +172,10 @@ async def _slot(
 class _Client:
     """Asks one server, over as many connections as there are requests in flight."""
 
-    def __init__(self, url: str, on_answer: Callable[[Answer], None]) -> None:
+    def __init__(self, url: str, on_answer: Callable[[Answer], None], until: float) -> None:
         parsed = urllib.parse.urlsplit(url)
         self.on_answer = on_answer
+        self._until = until
         self._secure = parsed.scheme == "https"
         self._host, self._port = parsed.hostname, parsed.port or (443 if self._secure else 80)
         self._head = (
@@ -183,14 +190,16 @@ class _Client:
         head = b"%b%d\r\n\r\n" % (self._head, sum(map(len, body)))
         begin = time.perf_counter()
         connection = None
+        limit = min(TIMEOUT_SECONDS, self._until - time.monotonic())
         try:
-            async with asyncio.timeout(TIMEOUT_SECONDS):
+            async with asyncio.timeout(limit):
                 connection = await self._connection()
                 blocks = await connection.send([head, *body])
         except OSError as error:
             if connection is not None:
                 connection.close()
-            return Answer(output_tokens, begin, lost=f"{type(error).__name__}: {error}")
+            reason = str(error) or f"no answer within {max(0.0, limit):.0f} s"
+            return Answer(output_tokens, begin, lost=f"{type(error).__name__}: {reason}")
         self._free.append(connection)
         return Answer(output_tokens, begin, blocks)
 

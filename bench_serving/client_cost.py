@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from bench_serving import client
+from bench_serving.options import LaidOutHelp, above_zero, count, numbers
 from bench_serving.sessions import Session, Turn
 from bench_serving.stream import LAST_CHUNK
 
@@ -94,12 +95,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench_serving.client_cost",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=LaidOutHelp,
     )
-    parser.add_argument("--concurrency", default="1,8,32", metavar="N[,N]")
-    parser.add_argument("--prompt-tokens", type=int, default=60_000)
-    parser.add_argument("--tokens", type=int, default=160, help="of an answer, one event each")
-    parser.add_argument("--milliseconds", type=float, default=15.0, help="between two tokens of a stream")
+    parser.add_argument(
+        "--concurrency", type=numbers, default="1,8,32", metavar="N[,N]", help="requests in flight"
+    )
+    parser.add_argument("--prompt-tokens", type=count, default=60_000, metavar="N", help="of each request")
+    parser.add_argument(
+        "--tokens", type=count, default=160, metavar="N", help="of an answer, one event each; at least 2"
+    )
+    parser.add_argument(
+        "--milliseconds", type=above_zero, default=15.0, help="between two tokens of a stream"
+    )
     chosen = parser.parse_args(arguments)
     if chosen.tokens < 2:
         parser.error("--tokens must be at least 2: a token's cost is a difference")
@@ -107,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"| in flight | per request, us | core at 100 requests/s | per token, us | floor, us "
         f"| core at 100 requests/s with {chosen.tokens} tokens each |\n|---|---|---|---|---|---|"
     )
-    for concurrency in map(int, chosen.concurrency.split(",")):
+    for concurrency in chosen.concurrency:
         cost = measure(
             concurrency,
             prompt_tokens=chosen.prompt_tokens,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import urllib.error
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
@@ -80,9 +79,10 @@ def run(comparison: Comparison, corpus: Corpus, store: Store) -> Result:
                     for load in loads:
                         if not _measure_load(comparison, load, urls, missing, number, store, begin):
                             break
-            except (RuntimeError, urllib.error.URLError, ConnectionError) as error:
-                broken[name] = str(error)
-                print(f"{name} broke: {error}", flush=True)
+            except server.FAILURES as error:
+                logs = [_log(store.folder, variant, number) for variant in group]
+                broken[name] = server.why(error, *logs)
+                print(f"{name} broke: {broken[name]}", flush=True)
     return _result(comparison, loads, store, broken)
 
 
@@ -104,9 +104,10 @@ def note_work(comparison: Comparison, corpus: Corpus, store: Store, begin: float
         try:
             for load, use in probe.probe(variant, unknown, log, comparison.start_limit_seconds):
                 store.append_probe(variant, load.workload, use)
-        except (RuntimeError, urllib.error.URLError, ConnectionError) as error:
-            broken[f"probe of {variant.name}"] = str(error)
-            print(f"probe of {variant.name} broke: {error}", flush=True)
+        except server.FAILURES as error:
+            reason = server.why(error, log)
+            broken[f"probe of {variant.name}"] = reason
+            print(f"probe of {variant.name} broke: {reason}", flush=True)
     return broken
 
 
@@ -198,14 +199,15 @@ def _started(
     variants: Sequence[Variant], number: int, folder: Path, start_limit: float
 ) -> Iterator[dict[Variant, str]]:
     """Servers of one round; each round has logs of its own."""
-    suffix = f"-round-{number + 1}.log" if number else ".log"
     with contextlib.ExitStack() as stack:
         yield {
-            variant: stack.enter_context(
-                server.started(variant, folder / f"{variant.name}{suffix}", start_limit)
-            )
+            variant: stack.enter_context(server.started(variant, _log(folder, variant, number), start_limit))
             for variant in variants
         }
+
+
+def _log(folder: Path, variant: Variant, number: int) -> Path:
+    return folder / f"{variant.name}{f'-round-{number + 1}' if number else ''}.log"
 
 
 def line(title: str, record: dict[str, Any]) -> str:

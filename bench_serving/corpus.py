@@ -61,10 +61,20 @@ def text_corpus(tokenizer_path: str, *, characters: int) -> TextCorpus:
     """Tokenise about `characters` of source with the tokenizer of a model folder.
 
     Ids are plain text's: no special token is added.
+
+    Raises:
+        ValueError: there is no tokenizer.
     """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=True)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{tokenizer_path} has no tokenizer ({first}); --tokenizer names a folder that has one, "
+            "--prompts random needs none"
+        ) from error
     texts = list(source_text(characters))
     encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return TextCorpus(tuple(token for ids in encoded for token in ids))
@@ -74,7 +84,11 @@ def vocabulary(model_path: str) -> int:
     """Token ids that a model folder's config.json allows, markers at the top left out.
 
     Raises:
-        FileNotFoundError: no config.json there.
+        ValueError: no config.json there that says.
     """
-    config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
-    return int(config.get("text_config", config)["vocab_size"]) * 9 // 10
+    path = Path(model_path) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return int(config.get("text_config", config)["vocab_size"]) * 9 // 10
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{path} does not say the vocabulary's size ({error!r}); --vocab does") from error

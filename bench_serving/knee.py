@@ -64,10 +64,8 @@ def main(chosen: argparse.Namespace, load: Workload, corpus_of: Callable[[str], 
     from bench_serving import server
     from bench_serving.measure import Load, measure, warm_prefixes, warm_up
 
-    if chosen.most < 1:
-        raise ValueError("--most must be at least 1")
-    if chosen.tokens_per_s <= 0 or chosen.first_token_s <= 0:
-        raise ValueError("--tokens-per-s and --first-token-s must be above 0")
+    if chosen.out:
+        chosen.out.parent.mkdir(parents=True, exist_ok=True)
     target = Target(chosen.tokens_per_s, chosen.first_token_s, chosen.quantile)
     (variation,) = load.variations()[-1:]
     made = Load.of(variation, corpus_of(server.info(chosen.url)["model_path"]), chosen.seed)

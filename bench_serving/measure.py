@@ -48,33 +48,35 @@ class Load:
         )
 
 
-def warm_prefixes(url: str, load: Load) -> float:
+def warm_prefixes(url: str, load: Load, until: float = float("inf")) -> float:
     """Put every path of the prefix tree into the cache, one after the other; returns the seconds it took.
 
     Raises:
-        RuntimeError: a request failed.
+        RuntimeError: a request failed, or was not answered at `until` on `time.monotonic`'s clock.
     """
     turn = Turn(branches=((),), output_tokens=1, think_seconds=0.0)
     paths = [Session(key, path, len(path), (turn,)) for key, path in enumerate(load.tree.paths)]
     if not paths:
         return 0.0
-    return _must_succeed(client.drive(url, paths, 1)).seconds
+    return _must_succeed(client.drive(url, paths, 1, until=until)).seconds
 
 
-def warm_up(url: str, load: Load, concurrency: int, passes: int | None = None) -> list[float]:
+def warm_up(
+    url: str, load: Load, concurrency: int, passes: int | None = None, until: float = float("inf")
+) -> list[float]:
     """Send the point's kind of requests until compilation is over; returns the seconds of each pass.
 
     A pass is one session per slot with short answers. It is over when a pass is no longer more than a tenth
     faster than the one before, after `passes` at the latest, which by default are `WARM_PASSES`.
 
     Raises:
-        RuntimeError: a request failed.
+        RuntimeError: a request failed, or was not answered at `until` on `time.monotonic`'s clock.
     """
     seconds: list[float] = []
     while len(seconds) < (passes or WARM_PASSES):
         wave = load.sessions(concurrency, f"warm {len(seconds)}", count=concurrency)
         short = [replace(session, turns=tuple(map(_short, session.turns))) for session in wave]
-        seconds.append(_must_succeed(client.drive(url, short, concurrency)).seconds)
+        seconds.append(_must_succeed(client.drive(url, short, concurrency, until=until)).seconds)
         if len(seconds) > 1 and seconds[-1] > STILL_IMPROVING * seconds[-2]:
             break
     return seconds

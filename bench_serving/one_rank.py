@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench_serving.options import LaidOutHelp, count
 from sglang_m3.tiny import tokenizer
 from sglang_m3.tiny.config import TinyConfig, generation_config, model_config, preprocessor_configs
 
@@ -101,20 +102,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench_serving.one_rank",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=LaidOutHelp,
     )
-    parser.add_argument("dest", type=Path, metavar="DEST")
-    parser.add_argument("--of", type=int, default=8, metavar="N", help="ranks of the node")
-    parser.add_argument("--layers", type=int, default=60)
-    parser.add_argument("--dense-layers", type=int, default=3)
-    parser.add_argument("--experts", type=int, default=128, help="of the whole model")
-    parser.add_argument("--experts-per-token", type=int, default=4)
+    parser.add_argument("dest", type=Path, metavar="DEST", help="folder to write; it must not hold anything")
+    for name, default, what in (
+        ("--of", 8, "ranks of the node"),
+        ("--layers", 60, "dense ones included"),
+        ("--dense-layers", 3, "layers without experts and selection"),
+        ("--experts", 128, "of the whole model"),
+        ("--experts-per-token", 4, "of the whole model"),
+    ):
+        parser.add_argument(name, type=count, default=default, metavar="N", help=what)
     chosen = parser.parse_args(arguments)
     options = {name: value for name, value in vars(chosen).items() if name != "dest"}
     try:
         rank = Rank(**options)
         write(chosen.dest, rank)
-    except (ValueError, FileExistsError) as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     print(f"wrote {chosen.dest}: {rank.note}")
     return 0

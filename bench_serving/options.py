@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import urllib.parse
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -17,10 +18,77 @@ LEAST_CHARACTERS, MOST_CHARACTERS = 400_000, 8_000_000
 """Real text is tokenised for four prompts of the longest kind, in these bounds; longer ones repeat it."""
 DEFAULT_VARIANTS = ("stock SGLANG_PLUGINS=none", "sglang-m3")
 VARIANTS_WITHOUT_GPU = ("cached", "uncached --disable-radix-cache")
+OWN_FLAGS = ("--host", "--port")
+
+
+class Help(argparse.HelpFormatter):
+    """Says every default that is a value, where the help does not say it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        said = action.help is None or "default" in action.help
+        unsaid = action.default is False or action.default in (None, argparse.SUPPRESS, float("inf"), ())
+        return action.help if said or unsaid else f"{action.help}; default: {action.default}"
+
+
+class LaidOutHelp(Help, argparse.RawDescriptionHelpFormatter):
+    """The same, for a description that has its lines already."""
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
+    """Of a command's argument such as `1,8,32`."""
+    try:
+        found = tuple(int(number) for number in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of positive numbers such as 1,8,32")
+    return found
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1, of a command's argument."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def above_zero(text: str) -> float:
+    """A number above 0, of a command's argument."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
+
+
+def url(text: str) -> str:
+    """A server's address without a slash at its end, of a command's argument."""
+    parsed = urllib.parse.urlsplit(text)
+    if parsed.scheme not in ("http", "https") or not parsed.hostname:
+        raise argparse.ArgumentTypeError(f"{text!r} is no address such as http://127.0.0.1:30000")
+    return text.rstrip("/")
+
+
+def add_url(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", type=url, required=True, help="the server, such as http://127.0.0.1:30000")
+
+
+def add_prompts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
+    parser.add_argument(
+        "--prompts",
+        choices=("text", "random"),
+        default="text",
+        help="tokens of the Python standard library's source, or random ids",
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="FOLDER", help="where the tokenizer is; default: the server's model"
+    )
+    parser.add_argument(
+        "--vocab", type=count, metavar="IDS", help="random ids lie below this; default: the model's config"
+    )
 
 
 def add_load(parser: argparse.ArgumentParser, *, many: bool = True) -> None:
@@ -34,18 +102,19 @@ def add_load(parser: argparse.ArgumentParser, *, many: bool = True) -> None:
         parser.add_argument(
             "--concurrency", type=numbers, default=(), metavar="N[,N]", help="default: the workload's"
         )
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on all lengths, for small models")
-    parser.add_argument("--requests-per-slot", type=int, help="sessions of a point per session in flight")
-    parser.add_argument("--least-sessions", type=int, help="sessions of a point at least")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--prompts",
-        choices=("text", "random"),
-        default="text",
-        help="tokens of the Python standard library's source, or random ids",
+        "--scale", type=above_zero, default=1.0, metavar="FACTOR", help="on all lengths, for small models"
     )
-    parser.add_argument("--tokenizer", help="model folder with the tokenizer; default: the server's model")
-    parser.add_argument("--vocab", type=int, help="random ids lie below this; default: the model's config")
+    parser.add_argument(
+        "--requests-per-slot",
+        type=count,
+        metavar="N",
+        help="sessions of a point per session in flight; default: the workload's",
+    )
+    parser.add_argument(
+        "--least-sessions", type=count, metavar="N", help="sessions of a point; default: the workload's"
+    )
+    add_prompts(parser)
 
 
 def load_workloads(chosen: argparse.Namespace) -> tuple[Workload, ...]:
@@ -99,6 +168,10 @@ def read_variants(chosen: argparse.Namespace) -> tuple[Variant, ...]:
             f"variant {', '.join(stock)}: stock SGLang cannot serve M3 without a GPU; compare features of "
             f"the plugin instead, such as {' and '.join(map(repr, VARIANTS_WITHOUT_GPU))}"
         )
+    for variant in variants:
+        given = [flag for flag in OWN_FLAGS if variant.has(flag)]
+        if given:
+            raise ValueError(f"variant {variant.name}: {', '.join(given)} is chosen by this tool")
     missing = [variant.name for variant in variants if not variant.flag("--model-path")]
     if missing:
         raise ValueError(
@@ -120,7 +193,8 @@ def add_variants(parser: argparse.ArgumentParser) -> None:
 def add_start_limit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start-limit-s",
-        type=float,
+        type=above_zero,
         default=START_LIMIT_SECONDS,
+        metavar="SECONDS",
         help="a server that is not healthy by then broke; default: an hour, for checkpoints on slow disks",
     )

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench_serving import one_rank
+from bench_serving import one_rank, options
 from bench_serving.cost_model import GPUS, Gpu, Layout, Step, step_cost
 from bench_serving.server import PLUGINS, Variant
 from bench_serving.store import POINTS, Store, current
@@ -219,38 +219,54 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench_serving.plan",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=options.LaidOutHelp,
     )
-    parser.add_argument("--gpu", choices=sorted(GPUS), default="h200")
-    parser.add_argument("--gpus", type=int, default=8, help="tensor and expert parallel size")
-    parser.add_argument("--weights", choices=("bfloat16", "mxfp8"), default="bfloat16")
-    parser.add_argument("--kv-cache", choices=("bfloat16", "fp8_e4m3"), default="bfloat16")
-    parser.add_argument("--prefix", type=int, default=60_000, help="shared tokens")
-    parser.add_argument("--private", type=int, default=1_000, help="private tokens per session")
-    parser.add_argument("--new", type=int, default=512, help="new tokens of an extend step, per request")
-    parser.add_argument("--concurrency", default="1,8,16,32,64", metavar="N[,N]")
-    parser.add_argument("--static-fraction", type=float, default=0.8, help="of memory, for weights and cache")
+    parser.add_argument("--gpu", choices=sorted(GPUS), default="h200", help="kind of GPU")
+    parser.add_argument("--weights", choices=("bfloat16", "mxfp8"), default="bfloat16", help="their format")
     parser.add_argument(
-        "--model-path", type=Path, help="folder with a config.json; default: the released model"
+        "--kv-cache", choices=("bfloat16", "fp8_e4m3"), default="bfloat16", help="keys' and values' format"
+    )
+    for name, default, what in (
+        ("--gpus", 8, "tensor and expert parallel size"),
+        ("--prefix", 60_000, "shared tokens"),
+        ("--private", 1_000, "private tokens per session"),
+        ("--new", 512, "new tokens of an extend step, per request"),
+    ):
+        parser.add_argument(name, type=options.count, default=default, metavar="N", help=what)
+    parser.add_argument(
+        "--concurrency",
+        type=options.numbers,
+        default="1,8,16,32,64",
+        metavar="N[,N]",
+        help="requests of a step",
+    )
+    parser.add_argument(
+        "--static-fraction",
+        type=options.above_zero,
+        default=0.8,
+        metavar="PART",
+        help="of memory, for weights and cache",
+    )
+    parser.add_argument(
+        "--model-path",
+        type=Path,
+        metavar="FOLDER",
+        help="with a config.json; default: the released model",
     )
     parser.add_argument(
         "--check", type=Path, metavar="FOLDER", help="also against the points of a comparison"
     )
     chosen = parser.parse_args(arguments)
-    concurrencies = [int(number) for number in chosen.concurrency.split(",")]
-    if min(chosen.private, chosen.prefix, *concurrencies) < 1:
-        parser.error("--private, --prefix and --concurrency must be positive")
-    content = config_of(NAMES[0])
-    if chosen.model_path is not None:
-        content = json.loads((chosen.model_path / "config.json").read_text(encoding="utf-8"))
+    if chosen.static_fraction > 1:
+        parser.error("--static-fraction is a part of the memory, at most 1")
     parallel = Parallel(tp=chosen.gpus, ep=chosen.gpus)
     try:
+        content = config_of(NAMES[0])
+        if chosen.model_path is not None:
+            content = json.loads((chosen.model_path / "config.json").read_text(encoding="utf-8"))
         config = M3Config.read(content)
-    except ConfigError as error:
-        parser.error(str(error))
-    try:
         checked = measured_points(chosen.check) if chosen.check else []
-    except ValueError as error:
+    except (ValueError, OSError, ConfigError) as error:
         parser.error(str(error))
     undivided = check_division(config, parallel)
     if undivided:
@@ -265,8 +281,8 @@ def main(arguments: list[str] | None = None) -> int:
     session = Step(1, 1, chosen.prefix, chosen.private, sharing=True)
     print(f"# {chosen.gpus} x {gpu.name}, {chosen.weights} weights, {chosen.kv_cache} keys and values\n")
     print(f"Rates: {gpu.bytes_per_second / 1e12:.1f} TB/s, {gpu.flops / 1e12:.0f} TFLOP/s ({gpu.source}).\n")
-    print("\n".join(memory_table(layout, gpu, chosen.static_fraction, session, max(concurrencies))))
-    print("\n" + "\n".join(step_table(layout, gpu, session, concurrencies, chosen.new)))
+    print("\n".join(memory_table(layout, gpu, chosen.static_fraction, session, max(chosen.concurrency))))
+    print("\n" + "\n".join(step_table(layout, gpu, session, chosen.concurrency, chosen.new)))
     print("\n" + "\n".join(check_text()) + "\n")
     print("\n".join(check_table((*MEASURED, *checked))))
     return 0

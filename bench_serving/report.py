@@ -59,7 +59,7 @@ def write(store: Store, *, title: str, command: str, plots: Sequence[str] = ()) 
         raise FileNotFoundError(f"no points in {store.folder}; measure first")
     table = rows(points)
     base = base_variant(points)
-    lines = [f"# {title}", "", *_notes(store.folder)]
+    lines = [f"# {title}", "", *notes_of(store.folder)]
     lines += [*_context(points, command), *_left_out(now.left_out), ""]
     lines += [EXPLANATION.format(base=f"**{base}**"), ""]
     lines += [line for plot in plots for line in (f"![{Path(plot).stem.replace('-', ' ')}]({plot})", "")]
@@ -76,7 +76,8 @@ def write(store: Store, *, title: str, command: str, plots: Sequence[str] = ()) 
     return path
 
 
-def _notes(folder: Path) -> list[str]:
+def notes_of(folder: Path) -> list[str]:
+    """The folder's notes, as lines to begin a report with."""
     notes = folder / NOTES
     return [notes.read_text(encoding="utf-8").strip(), ""] if notes.is_file() else []
 
@@ -114,7 +115,8 @@ def _left_out(reasons: dict[str, int]) -> list[str]:
 def _load_table(table: list[Row], load: tuple[str, int, float, str], variants: list[str]) -> list[str]:
     name, prefix_tokens, shared_share, _ = load
     lines = [
-        f"## {name}, prefix {prefix_tokens:,} tokens"
+        f"## {name}, "
+        + (f"prefix {prefix_tokens:,} tokens" if prefix_tokens else "no prefix")
         + (f", {shared_share:.0%} of it shared" if shared_share < 1 else "")
     ]
     lines += [

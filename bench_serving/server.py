@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import shlex
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_serving.memory import gpu_bytes_used
-from launch.server import metric, running
+from launch.server import ServerDiedError, metric, running
 
 WEIGHT_FLAGS = (
     "--model-path",
@@ -38,6 +39,8 @@ START_LIMIT_SECONDS = 3600.0
 SETTLE_SECONDS = 0.4
 """Counters that did not grow for so long are complete: an idle scheduler publishes at once."""
 SETTLE_READS = 50
+FAILURES = (RuntimeError, OSError, http.client.HTTPException)
+"""What starting a server and asking it may end in."""
 RELEASE_LIMIT_SECONDS = 60
 RELEASE_SLACK_BYTES = 1 << 30
 
@@ -67,6 +70,10 @@ class Variant:
             decide += DUMMY_FLAGS
             loader = (f"dummy weights with {PLUGINS}={dict(self.environment).get(PLUGINS, '')}",)
         return (*(f"{flag}={given[flag]}" for flag in decide if flag in given), *loader)
+
+    def has(self, name: str) -> bool:
+        """Whether a flag is given."""
+        return name in _flag_values(self.flags)
 
     def flag(self, name: str) -> str:
         """The value of a flag; empty if it is not given."""
@@ -120,9 +127,26 @@ def started(variant: Variant, log: Path, start_limit: float = START_LIMIT_SECOND
         time.sleep(0.5)
 
 
+def why(error: BaseException, *logs: Path) -> str:
+    """What a server ended in, and where its log is if that does not say."""
+    named = ", ".join(str(log) for log in logs if log.exists())
+    return str(error) if isinstance(error, ServerDiedError) or not named else f"{error} (log: {named})"
+
+
 def info(url: str) -> dict[str, Any]:
-    """The server's `/server_info`: its resolved arguments and `internal_states`."""
-    return _get_json(f"{url}/server_info")
+    """The server's `/server_info`: its resolved arguments and `internal_states`.
+
+    Raises:
+        RuntimeError: it is no SGLang server.
+        OSError: it did not answer.
+    """
+    try:
+        answer = _get_json(f"{url}/server_info")
+    except (ValueError, urllib.error.HTTPError, http.client.HTTPException) as error:
+        raise RuntimeError(f"/server_info is not answered as SGLang does: {error!r}") from error
+    if not isinstance(answer, dict) or "model_path" not in answer:
+        raise RuntimeError("/server_info names no model_path: this is no SGLang server")
+    return answer
 
 
 def capacity(url: str) -> dict[str, Any]:
@@ -135,11 +159,16 @@ def capacity(url: str) -> dict[str, Any]:
     }
 
 
-def post(url: str, path: str, body: dict[str, Any] | None = None) -> str:
-    """POST JSON and return the answer's text. Raises urllib.error.HTTPError."""
+def post(url: str, path: str, body: dict[str, Any] | None = None, limit_seconds: float = 600.0) -> str:
+    """POST JSON and return the answer's text.
+
+    Raises:
+        urllib.error.HTTPError: the server refused.
+        OSError: it did not answer, or not for `limit_seconds`.
+    """
     data = json.dumps(body or {}).encode()
     request = urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=600) as response:
+    with urllib.request.urlopen(request, timeout=limit_seconds) as response:
         return response.read().decode()
 
 

@@ -251,7 +251,13 @@ def _append(path: Path, content: dict[str, Any]) -> None:
 def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}, is no JSON: {error}") from error
+    return found
 
 
 def _cut_off_unfinished(path: Path) -> None:

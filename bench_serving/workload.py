@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from dataclasses import asdict, dataclass, fields, replace
+import typing
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -187,25 +188,58 @@ def load(name: str) -> Workload:
     """A workload by its name in `workloads/`, or by the path of a TOML file.
 
     Raises:
-        WorkloadError: no such workload, an unknown or missing field, a value that does not fit.
+        WorkloadError: no such workload, no TOML, an unknown or missing field, a value that does not fit.
     """
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.is_file():
-        raise WorkloadError(f"no workload {name}; there are {', '.join(names())}, or give a .toml file")
-    content = tomllib.loads(path.read_text(encoding="utf-8"))
+        raise WorkloadError(f"no workload {name!r}; there are {', '.join(names())}, or give a .toml file")
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WorkloadError(f"{path} is no readable TOML: {error}") from error
     where = str(path)
-    traffic = tuple(_build(Traffic, kind, where) for kind in content.pop("traffic", ()))
-    prefix = tuple(_build(PrefixLevel, level, where) for level in content.pop("prefix", ()))
-    return _build(Workload, {"name": path.stem, **content, "traffic": traffic, "prefix": prefix}, where)
+    tables = {"traffic": Traffic, "prefix": PrefixLevel}
+    for field, kind in tables.items():
+        listed = content.get(field, [])
+        if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
+            raise WorkloadError(f"{where}: {field} is given in tables [[{field}]], not as {listed!r}")
+        content[field] = [_build(kind, one, where) for one in listed]
+    return _build(Workload, {"name": path.stem, "description": "", **content}, where)
 
 
 def _build(kind: type, content: dict[str, Any], where: str) -> Any:
-    known = {field.name for field in fields(kind)}
-    unknown = sorted(set(content) - known)
+    known = {field.name: field for field in fields(kind)}
+    unknown = sorted(set(content) - set(known))
     if unknown:
         raise WorkloadError(f"{where}: unknown {', '.join(unknown)}; {kind.__name__} knows {sorted(known)}")
+    missing = [name for name, field in known.items() if field.default is MISSING and name not in content]
+    if missing:
+        raise WorkloadError(f"{where}: {kind.__name__} needs {', '.join(missing)}")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise WorkloadError(f"{where}: {error}") from error
+    hints = typing.get_type_hints(kind)
+    for name, value in values.items():
+        if not _fits(value, hints[name]):
+            raise WorkloadError(f"{where}: {name} must be {_in_words(hints[name])}, not {content[name]!r}")
+    return kind(**values)
+
+
+NAMED_TYPES = {int: "whole number", float: "number", str: "text", bool: "truth value (true, false)"}
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of a TOML file is of a field's type."""
+    if typing.get_origin(hint) is tuple:
+        kinds = typing.get_args(hint)
+        if not isinstance(value, tuple) or (kinds[-1] is not ... and len(value) != len(kinds)):
+            return False
+        return all(_fits(one, kinds[0]) for one in value)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+
+
+def _in_words(hint: Any) -> str:
+    if typing.get_origin(hint) is not tuple:
+        return f"a {NAMED_TYPES[hint]}"
+    kind, count = typing.get_args(hint)
+    return f"a list of {'' if count is ... else 'two '}{NAMED_TYPES[kind]}s"

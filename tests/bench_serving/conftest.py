@@ -28,6 +28,7 @@ class Machine:
         with FakeServer(fault=self.fault, token_seconds=0.002) as fake:
             self.order.append(f"+{variant.name}")
             self.logs.append(log.name)
+            log.touch()
             self.servers.append(fake)
             try:
                 yield fake.url

@@ -130,7 +130,8 @@ def test_failures_while_measuring_are_in_the_point(machine: Machine, tmp_path: P
 def test_a_variant_that_breaks_leaves_the_others(machine: Machine, tmp_path: Path) -> None:
     machine.fault = lambda number: "http" if machine.order == ["+one"] else None
     result = compared(Store(tmp_path))
-    assert result.broken.keys() == {"one"} and "HTTP 400" in result.broken["one"]
+    assert result.broken.keys() == {"one"}
+    assert "HTTP 400" in result.broken["one"] and f"(log: {tmp_path / 'one.log'})" in result.broken["one"]
     assert result.missing == ("one: small at 1", "one: small at 2")
     assert {point["variant"] for point in Store(tmp_path).points()} == {"two"}
 
@@ -150,7 +151,7 @@ def test_warming_up_ends_when_passes_stop_getting_faster(
     monkeypatch.setattr(measure, "WARM_PASSES", 6)
     sent, left = [], iter(seconds)
 
-    def drive(url: str, sessions: list, concurrency: int) -> client.Drive:
+    def drive(url: str, sessions: list, concurrency: int, until: float) -> client.Drive:
         sent.append(sessions)
         return client.Drive((), next(left), 0.0, 0.0)
 

@@ -66,11 +66,20 @@ def test_the_folder_holds_a_tokenizer_of_text_and_its_bias(
     assert tokenizer.eos_token_id == made["eos_token_id"] == made["text_config"]["eos_token_id"]
 
 
-@pytest.mark.parametrize("arguments", [["--of", "3"], ["--of", "8", "--experts", "12"], ["--layers", "3"]])
+@pytest.mark.parametrize(
+    "arguments", [["--of", "0"], ["--of", "3"], ["--of", "8", "--experts", "12"], ["--layers", "3"]]
+)
 def test_what_cannot_be_divided_is_refused(arguments: list[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         one_rank.main([*arguments, str(tmp_path / "rank")])
     assert not (tmp_path / "rank").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        one_rank.main([str(tmp_path / "file" / "rank")])
+    assert f"error: [Errno 20] Not a directory: '{tmp_path}/file/rank'" in capsys.readouterr().err
 
 
 def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:

@@ -155,7 +155,13 @@ def test_the_command_prints_memory_steps_and_its_error(capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--gpus", "3"], "64 attention heads"), (["--private", "0"], "must be positive")],
+    [
+        (["--gpus", "3"], "64 attention heads"),
+        (["--private", "0"], "argument --private: '0' is no whole number of at least 1"),
+        (["--concurrency", "8,0"], "argument --concurrency: '8,0' is no list of positive numbers"),
+        (["--static-fraction", "1.5"], "--static-fraction is a part of the memory"),
+        (["--model-path", "/no/model"], "/no/model/config.json"),
+    ],
 )
 def test_what_cannot_be_planned_is_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]

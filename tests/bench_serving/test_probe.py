@@ -135,7 +135,7 @@ def test_a_probe_that_breaks_is_named_and_leaves_the_points(
 
     monkeypatch.setattr(probe, "use", use)
     store = Store(tmp_path)
-    assert compared(store) == {"probe of ours": "no memory"}
+    assert compared(store) == {"probe of ours": f"no memory (log: {tmp_path / 'ours-probe.log'})"}
     assert len(store.points()) == 4 and store.probes() == []
     assert "What the work was" not in report.write(store, title="t", command="c").read_text()
 

@@ -66,6 +66,12 @@ def test_a_variant_is_read_from_its_name_environment_and_flags() -> None:
     assert parse_variant("a --quantization=mxfp8", common).weights != parse_variant("b", common).weights
 
 
+def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "points.jsonl").write_text('{"a": 1}\nmerge conflict\n')
+    with pytest.raises(ValueError, match=r"points\.jsonl, line 2, is no JSON"):
+        Store(tmp_path).points()
+
+
 @pytest.mark.parametrize("text", ["", "--flag", "A=1", "name word"])
 def test_a_variant_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="variant"):

@@ -48,6 +48,17 @@ WRONG = {
     "zero concurrency": (f"concurrency = [0]\n{KIND}", "concurrency"),
     "branches with turns": (f"concurrency = [1]\n{KIND}branches = 2\nturns = [2, 2]", "branches"),
     "sweep without a prefix": (f"concurrency = [1]\nshared_share_sweep = [0.5]\n{KIND}", "prefix"),
+    "no TOML": ("concurrency = [1", r"load\.toml is no readable TOML: Unclosed array"),
+    "one number": (f"concurrency = 8\n{KIND}", "concurrency must be a list of whole numbers, not 8"),
+    "text for numbers": (f'concurrency = ["8"]\n{KIND}', "concurrency must be a list of whole numbers"),
+    "half a session": (f"concurrency = [1.5]\n{KIND}", r"concurrency must be a list of whole.*\[1\.5\]"),
+    "no range": (
+        f"concurrency = [1]\n{KIND}turns = [1, 2, 3]",
+        r"turns must be a list of two whole numbers, not \[1, 2, 3\]",
+    ),
+    "truth for a number": (f"concurrency = [1]\n{KIND}share = true", "share must be a number, not True"),
+    "number for a truth": (f"concurrency = [1]\n{KIND}shared_prefix = 1", "must be a truth value"),
+    "traffic that is no table": ("concurrency = [1]\ntraffic = 3", r"traffic is given in tables \[\[traffic"),
 }
 
 
@@ -57,6 +68,23 @@ def test_a_wrong_file_is_refused_by_name(text: str, named: str, tmp_path: Path) 
     path.write_text(f'description = "x."\n{text}')
     with pytest.raises(WorkloadError, match=named):
         workload.load(str(path))
+
+
+def test_a_file_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "load.toml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(WorkloadError, match=r"load\.toml is no readable TOML"):
+        workload.load(str(path))
+
+
+def test_whole_numbers_may_stand_for_others_and_a_description_may_lack(tmp_path: Path) -> None:
+    path = tmp_path / "load.toml"
+    path.write_text(
+        f"concurrency = [1]\nshared_share_sweep = [0, 1]\n[[prefix]]\ntokens = 1\n{KIND}share = 2"
+    )
+    load = workload.load(str(path))
+    assert (load.name, load.description, load.shared_share_sweep) == ("load", "", (0, 1))
+    assert load.traffic[0].share == 2
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
