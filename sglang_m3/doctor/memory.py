@@ -103,8 +103,8 @@ class RankMemory:
         weights: see `WeightBytes`.
         kv_per_token, index_per_token: bytes of a cached token.
         rotary_table: cosines and sines of every position, one float32 table for all layers.
-    vision_cache: what SGLang keeps for media, 0 for a text-only model.
-    workspaces: scratch memory of the operators.
+        vision_cache: what SGLang keeps for media, 0 for a text-only model.
+        workspaces: scratch memory of the operators.
         cache: bytes left for cached tokens, negative where not even the weights fit.
         tokens: cached tokens that fit, in whole pages.
     """
