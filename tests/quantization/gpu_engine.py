@@ -59,12 +59,15 @@ def serve() -> dict[str, Any]:
 
     begin = time.monotonic()
     engine = sglang.Engine(model_path=os.environ["M3_CHECKPOINT"], **FLAGS)
-    started = time.monotonic() - begin
+    ready = time.monotonic()
     request = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     answers = engine.generate(input_ids=prompts(), sampling_params=request, return_logprob=True)
     engine.shutdown()
+    findings = [json.loads(line) for line in Path(os.environ["SHADOW_FILE"]).read_text().splitlines()]
+    met = {f["kernel"] for f in findings if f["op"] == "compile" and f["at"] > ready}
     return {
-        "start_seconds": round(started, 1),
+        "start_seconds": round(ready - begin, 1),
+        "kernels_first_met_while_serving": sorted(met),
         "tokens": [answer["output_ids"] for answer in answers],
         "logprobs": [[v for v, _, _ in a["meta_info"]["output_token_logprobs"]] for a in answers],
     }
@@ -85,7 +88,9 @@ def compare(results: dict[str, Any], numbers: Path) -> None:
         error = torch.cat(errors)
         print(
             f"{name}: started in {result['start_seconds']} s, log-probability error over "
-            f"{error.numel()} tokens: mean {float(error.mean()):.4f}, largest {float(error.max()):.4f}",
+            f"{error.numel()} tokens: mean {float(error.mean()):.4f}, median {float(error.median()):.4f}, "
+            f"largest {float(error.max()):.4f}; kernels first met while serving: "
+            f"{', '.join(result['kernels_first_met_while_serving']) or 'none'}",
             flush=True,
         )
 
@@ -110,16 +115,18 @@ def main() -> None:
     checkpoint = build(scratch / "m3", shape)
     numbers = edited(checkpoint, scratch / "numbers", dequantise, declared=False)
     command = [sys.executable, "-m", "tests.quantization.gpu_engine", str(REQUESTS)]
-    running = {
-        name: subprocess.Popen(
+    running = {}
+    for name in ("fast", "exact"):
+        findings = scratch / f"{name}.jsonl"
+        findings.touch()
+        shadow = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.serving.shadow", "SHADOW_FILE": str(findings)}
+        running[name] = subprocess.Popen(
             command,
-            env={**os.environ, "M3_CHECKPOINT": str(checkpoint), "SGLANG_M3_MXFP8": name},
+            env={**os.environ, **shadow, "M3_CHECKPOINT": str(checkpoint), "SGLANG_M3_MXFP8": name},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for name in ("fast", "exact")
-    }
     results = {}
     for name, process in running.items():
         output, _ = process.communicate()
