@@ -85,7 +85,7 @@ def write(folder: Path) -> str:
 
 
 def report(profile: Profile, *, begin: Sequence[str] = (), plot: str | None = None) -> str:
-    """The Markdown of a profile, from `begin` on: a table of parts for each stage, and the longest kernels."""
+    """The Markdown of a profile, from `begin` on: a table of parts per stage, and the longest kernels."""
     found = profile.found
     lines = [
         "# Where a step's time goes",

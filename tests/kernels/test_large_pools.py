@@ -50,7 +50,8 @@ def test_attention_reads_pages_beyond_two_to_the_31_elements(
         chosen = brute_selection(scores, step.rows, 4, 0, 1)
     if route in LONGEST_UNIONS:
         monkeypatch.setattr(sm90, "UNION_FROM_ROWS", 1)
-        force(monkeypatch, splits=1, longest_union=LONGEST_UNIONS[route])
+        pass_rows = 3 * sm90.tiling(len(step.rows), *heads, DIM, 4).tile_rows
+        force(monkeypatch, splits=1, pass_rows=pass_rows, longest_union=LONGEST_UNIONS[route])
     table = step.page_table + first_page_beyond(heads[1])
     moved = dataclasses.replace(step, page_table=table.int())
     got = attend(q, enlarged(k), enlarged(v), moved, chosen, 0.2)
