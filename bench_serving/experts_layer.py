@@ -102,33 +102,6 @@ class Layer:
         return max(2 * one * touched / BYTES_PER_US, 2 * one * choices / FLOPS_PER_US)
 
 
-def time_us(runs: list[Callable[[], object]], repeats: int, enough: float = float("inf")) -> float:
-    """Median microseconds of one of these, replayed in a graph; the first if that is more than `enough`."""
-    for run in runs:
-        run()
-    # torch.cuda.graph empties the allocator's cache each time, which would cost more than the measurement.
-    graph, stream, current = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        graph.capture_begin()
-        for run in runs:
-            run()
-        graph.capture_end()
-    current.wait_stream(stream)
-    graph.replay()
-    times: list[float] = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / len(runs) * 1e3)
-        if times[0] > enough:
-            break
-    return sorted(times)[len(times) // 2]
-
-
 @contextmanager
 def configured(up: Division | None, down: Division | None) -> Iterator[None]:
     """SGLang's experts under these divisions, or under its own choice."""

@@ -21,6 +21,8 @@ from m3_kernels.rows import BLOCK_TOKENS, Rows
 from m3_kernels.triton.sm90_attend_blocks import attend_blocks, attend_blocks_workspace_bytes
 from torch import Tensor
 
+from bench_serving.graph_time import time_us
+
 CONTEXT_TOKENS = 65_536
 TOPK = 16
 HEAD_DIM = 128
@@ -91,7 +93,7 @@ class Inputs:
 EXTEND = [
     Case("extend", q_heads, kv_heads, rows, selection)
     for q_heads, kv_heads in ((64, 4), (8, 1))
-    for rows in (512, 8192)
+    for rows in (32, 512, 2048, 8192)
     for selection in SELECTIONS
 ]
 DECODE = [
@@ -103,7 +105,12 @@ GROUPED = [
     Case("decode", 64, 4, 64, "realistic", shared=True),
     Case("decode", 8, 1, 64, "realistic", shared=True),
 ]
-DENSE = [Case("decode", 8, 1, 64, None, shared=shared) for shared in (False, True)] + [
+DENSE = [
+    Case("decode", q_heads, kv_heads, rows, None, shared=shared)
+    for q_heads, kv_heads in ((8, 1), (64, 4))
+    for rows, shared in ((1, False), (8, False), (8, True), (64, False), (64, True))
+    if (kv_heads, rows, shared) != (4, 64, False)  # pages for it alone would not fit
+] + [
     Case("extend", q_heads, kv_heads, rows, None, context=60_928)
     for q_heads, kv_heads in ((8, 1), (64, 4))
     for rows in (64, 500, 2048, 8192)
@@ -146,27 +153,6 @@ def make_inputs(case: Case) -> Inputs:
     q = torch.randn(case.rows, case.q_heads, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
     layers = [(pool(), pool()) for _ in range(layer_count)]
     return Inputs(q, layers, page_table.contiguous(), rows, chosen)
-
-
-def time_us(run: Callable[[tuple[Tensor, Tensor]], object], layers: list[tuple[Tensor, Tensor]]) -> float:
-    """Median microseconds of run(layer) over 20 replays of a graph that runs every layer in turn."""
-    for layer in layers:
-        run(layer)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in layers:
-            run(layer)
-    times = []
-    for repeat in range(22):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        if repeat >= 2:
-            times.append(start.elapsed_time(end) / len(layers) * 1e3)
-    return sorted(times)[len(times) // 2]
 
 
 def floor_us(case: Case, inputs: Inputs) -> float:
@@ -247,7 +233,7 @@ def sglang_operator(case: Case, inputs: Inputs) -> Callable[[tuple[Tensor, Tenso
     if importlib.util.find_spec("sglang") is None or case.e4m3:
         return None
     if inputs.chosen is None:
-        return None if case.phase == "decode" else dense_extend(case, inputs)
+        return dense_decode(inputs) if case.phase == "decode" else dense_extend(case, inputs)
     from sglang.kernels.ops.attention.minimax_sparse.decode.topk_sparse import (
         flash_decode_with_gqa_share_sparse,
     )
@@ -275,6 +261,21 @@ def sglang_operator(case: Case, inputs: Inputs) -> Callable[[tuple[Tensor, Tenso
     return lambda layer: flash_prefill_with_gqa_share_sparse(
         inputs.q, *flat(layer), None, slots, requests, inputs.chosen, 1, BLOCK_TOKENS, starts, length, prefix,
         case.rows, case.context + case.rows, cu_seqblocks_q=starts, max_seqblock_q=case.rows,
+    )  # fmt: skip
+
+
+def dense_decode(inputs: Inputs) -> Callable[[tuple[Tensor, Tensor]], object] | None:
+    """FA3, SGLang's dense backend for M3 on Hopper, on the same pages; None where it does not load."""
+    try:
+        from sgl_kernel.flash_attn import flash_attn_with_kvcache
+    except ImportError:
+        return None
+    requests = len(inputs.rows)
+    starts = torch.arange(requests + 1, device=DEVICE, dtype=torch.int32)
+    table, lengths = inputs.page_table.contiguous(), inputs.rows.position + 1
+    return lambda layer: flash_attn_with_kvcache(
+        inputs.q, *layer, page_table=table, cache_seqlens=lengths, cu_seqlens_q=starts, max_seqlen_q=1,
+        softmax_scale=HEAD_DIM**-0.5, causal=True,
     )  # fmt: skip
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
-from bench_serving.experts_layer import Layer, relative, time_us
+from bench_serving.experts_layer import Layer, relative
 from bench_serving.experts_product import Experts
+from bench_serving.graph_time import time_us
 from sglang_m3.experts.tuned import CONFIGS, DIRECTORY_VARIABLE
 
 RANKS = {"EP8": Experts(16, 3072), "EP4": Experts(32, 3072)}
@@ -75,10 +77,10 @@ def measure(case: Case) -> Times:
     routings = [layer.routing(case.tokens, seed) for seed in range(6)]
     runs = [functools.partial(layer.run, routing) for routing in routings]
     theirs = layer.run(routings[0]).double()
-    sglang_us = time_us(runs, 15)
+    sglang_us = time_us(operator.call, runs)
     with plugins_configurations():
         error = relative(layer.run(routings[0]), theirs)
         if not error < DIFFERENCE:
             raise RuntimeError(f"{case.name}: the configurations' results differ by {error:.2g}")
-        ours_us = time_us(runs, 15)
+        ours_us = time_us(operator.call, runs)
     return Times(sglang_us, ours_us, layer.floor_us(routings))

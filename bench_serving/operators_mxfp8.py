@@ -1,4 +1,4 @@
-"""Time the MXFP8 products on this GPU, beside SGLang's BF16 experts and cuBLAS where they can be imported.
+"""Time the MXFP8 products on this GPU, beside SGLang's BF16 experts and cuBLAS.
 
     python -m bench_serving.operators_mxfp8 [--only SUBSTRING] [--tune [--seconds 110]]
 
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from m3_kernels.triton.sm90_mxfp8_experts_few import FewExpertsTile
 from m3_kernels.triton.sm90_mxfp8_linear import mxfp8_linear
 from torch import Tensor
 
+from bench_serving import graph_time
+
 DEVICE = torch.device("cuda")
 HIDDEN, WIDTH, EXPERTS, TOPK = 6144, 3072, 128, 4
 ALPHA, LIMIT = 1.702, 7.0
@@ -31,13 +34,12 @@ BYTES_PER_US = 4.3e6
 """The device copy rate measured on an H200."""
 
 LINEARS = {
-    "q, k, v": (1280, HIDDEN),
     "q, k, v and index": (1536, HIDDEN),
     "o": (HIDDEN, 1024),
-    "dense gate, up": (3072, HIDDEN),
-    "dense down": (HIDDEN, 1536),
     "shared gate, up": (768, HIDDEN),
     "shared down": (HIDDEN, 384),
+    "dense gate, up": (3072, HIDDEN),
+    "dense down": (HIDDEN, 1536),
 }
 """Rows and columns on one of eight ranks."""
 
@@ -53,33 +55,16 @@ class Rank:
 
 RANKS = (Rank("EP8", EXPERTS // 8, WIDTH), Rank("TP8", EXPERTS, WIDTH // 8))
 TOKENS = (1, 8, 32, 64, 256, 1024, 8192)
-LINEAR_TOKENS = (1, 8, 16, 32, 64, 256, 2048, 8192)
-FEWEST_FAST = 64
+LINEAR_TOKENS = (1, 8, 16, 32, 64, 128, 256, 2048, 8192)
+FEWEST_FAST = 32
 """From so many tokens on linears are timed through DeepGEMM as well."""
+MOST_APART = 256
+"""Up to so many they are timed after launches that let nothing begin early as well."""
 
 
 def time_us(run: Callable[[int], object], layers: int, repeats: int = 15) -> float:
-    """Median microseconds of `run(layer)`, called for every layer in turn, replayed in a graph."""
-
-    def run_all() -> None:
-        for layer in range(layers):
-            run(layer)
-
-    run_all()
-    torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        run_all()
-    captured.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        captured.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / layers * 1e3)
-    return sorted(times)[len(times) // 2]
+    """`graph_time.time_us` of `run(layer)` for so many layers, by number."""
+    return graph_time.time_us(run, range(layers), repeats)
 
 
 def random_mxfp8(*shape: int) -> tuple[Tensor, Tensor]:
@@ -155,8 +140,18 @@ def prepare_sglang() -> None:
     args.resolve_once()
     ranks = runtime_context.SpawnRanks(world_rank=0)
     runtime_context.publish(args, role="scheduler", ranks=ranks)
-    parallel_state.init_distributed_environment(1, 0, "tcp://127.0.0.1:29591", 0, backend="gloo")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    parallel_state.init_distributed_environment(1, 0, f"tcp://127.0.0.1:{port}", 0, backend="gloo")
     parallel_state.initialize_model_parallel(backend="gloo")
+
+
+def has_tuned(rank: Rank) -> bool:
+    """Whether the plugin has a configuration of SGLang's BF16 experts for this rank."""
+    from sglang_m3.experts.tuned import shipped
+
+    return shipped(rank.experts, rank.width, False) is not None
 
 
 def stock_experts(rank: Rank) -> Callable[[Routing], Tensor]:
@@ -225,29 +220,48 @@ def multiply_fast(x: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
     return out
 
 
-def measure_experts(only: str) -> None:
-    print(
-        "| rank | tokens | experts touched | SGLang BF16 us | weight-only us | ratio | weights TB/s "
-        "| DeepGEMM us | ratio | weights TB/s |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for rank in RANKS:
-        if only in f"experts {rank.name}":
-            measure_rank(rank)
-            torch.cuda.empty_cache()
+def run_stock(rank: Rank, tokens: Sequence[int]) -> Callable[[Routing], Tensor]:
+    """`stock_experts` after a run of so many tokens each, under both configurations."""
+    from bench_serving.operators_experts import plugins_configurations
+
+    run = stock_experts(rank)
+    for count in tokens:
+        given = Routing.random(count, rank)
+        run(given)
+        if has_tuned(rank):
+            with plugins_configurations():
+                run(given)
+    return run
 
 
-def measure_rank(rank: Rank) -> None:
+def measure_experts(stock: dict[Rank, Callable[[Routing], Tensor]]) -> None:
+    """Rows of a table, each as soon as it is known. `stock` loses a rank's weights when that rank is done."""
+    if stock:
+        print(
+            "| rank | tokens | experts touched | SGLang BF16 us | tuned BF16 us | weight-only us "
+            "| SGLang's / it | weights TB/s | DeepGEMM us | SGLang's / it | weights TB/s |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    for rank in list(stock):
+        measure_rank(rank, stock.pop(rank))
+        torch.cuda.empty_cache()
+
+
+def measure_rank(rank: Rank, stock: Callable[[Routing], Tensor]) -> None:
+    from bench_serving.operators_experts import plugins_configurations
+
     weights = [experts_weights(rank) for _ in range(2)]
     size = sum(w.nbytes for w in weights[0].values())
-    stock = stock_experts(rank)
     blocks = [block_weights(w) for w in weights]
     for tokens in TOKENS:
         given = [Routing.random(tokens, rank) for _ in range(6)]
         touched = sum(g.touched for g in given) / len(given)
         weight_bytes = size * touched / rank.experts
         theirs = time_us(lambda i: stock(given[i]), 6, 9)  # noqa: B023
-        cells = [f"{theirs:.1f}"]
+        cells = [f"{theirs:.1f}", "–"]
+        if has_tuned(rank):
+            with plugins_configurations():
+                cells[1] = f"{time_us(lambda i: stock(given[i]), 6, 9):.1f}"  # noqa: B023
         for run in (
             lambda i: run_experts(given[i], weights[i % 2]),  # noqa: B023
             lambda i: run_grouped(given[i], blocks[i % 2]),  # noqa: B023
@@ -257,30 +271,48 @@ def measure_rank(rank: Rank) -> None:
         print(f"| {rank.name} | {tokens:,} | {touched:.1f} |", " | ".join(cells), "|", flush=True)
 
 
+def apart_us(run: Callable[[int], object], layers: int, x: Tensor) -> float:
+    """The same with a launch before each, during which nothing begins early, less that launch's own time."""
+
+    def ordinary(layer: int) -> None:
+        torch.neg(x, out=x)
+
+    def both(layer: int) -> None:
+        ordinary(layer)
+        run(layer)
+
+    return time_us(both, layers, 9) - time_us(ordinary, layers, 9)
+
+
 def measure_linears(only: str) -> None:
-    print(
-        "| weight | rows x columns | tokens | cuBLAS BF16 us | weight-only us | ratio | weights TB/s "
-        "| DeepGEMM us | ratio |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
-    for name, (rows, columns) in LINEARS.items():
-        if only not in f"linear {name}":
-            continue
+    """Rows of a table, each as soon as it is known."""
+    names = [name for name in LINEARS if only in f"linear {name}"]
+    if names:
+        print(
+            "| weight | rows x columns | tokens | cuBLAS BF16 us | weight-only us | ratio | weights TB/s "
+            "| DeepGEMM us | ratio | apart: cuBLAS us | weight-only us | DeepGEMM us |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    for name in names:
+        rows, columns = LINEARS[name]
         count = max(4, CYCLED_BYTES // (rows * columns))
         ours_layers = [random_mxfp8(rows, columns) for _ in range(count)]
         their_layers = [torch.randn(rows, columns, device=DEVICE, dtype=torch.bfloat16) for _ in range(count)]
         fast_layers = [coarsened(*layer) for layer in ours_layers]
         for tokens in LINEAR_TOKENS:
             x = torch.randn(tokens, columns, device=DEVICE, dtype=torch.bfloat16)
-            theirs = time_us(lambda i: torch.mm(x, their_layers[i].T), count, 9)  # noqa: B023
-            ours = time_us(lambda i: mxfp8_linear(x, *ours_layers[i]), count, 9)  # noqa: B023
+            runs: list[Callable[[int], object]] = [
+                lambda i: torch.mm(x, their_layers[i].T),  # noqa: B023
+                lambda i: mxfp8_linear(x, *ours_layers[i]),  # noqa: B023
+            ]
+            if tokens >= FEWEST_FAST:
+                runs.append(lambda i: multiply_fast(x, fast_layers[i]))  # noqa: B023
+            theirs, ours, *fast = (time_us(run, count, 9) for run in runs)
+            apart = [f"{apart_us(run, count, x):.2f}" for run in runs] if tokens <= MOST_APART else []
             rate = rows * columns * 33 / 32 / ours / 1e6
             cells = [f"{theirs:.2f}", f"{ours:.2f}", f"{theirs / ours:.2f}", f"{rate:.2f}"]
-            if tokens >= FEWEST_FAST:
-                fast = time_us(lambda i: multiply_fast(x, fast_layers[i]), count, 9)  # noqa: B023
-                cells += [f"{fast:.2f}", f"{theirs / fast:.2f}"]
-            else:
-                cells += ["", ""]
+            cells += [f"{fast[0]:.2f}", f"{theirs / fast[0]:.2f}"] if fast else ["", ""]
+            cells += apart + [""] * (3 - len(apart))
             print(f"| {name} | {rows:,} x {columns:,} | {tokens:,} |", " | ".join(cells), "|", flush=True)
 
 
@@ -310,18 +342,19 @@ def main() -> None:
 
         tune(arguments.only, arguments.seconds)
         return
-    from bench_serving.operators_mxfp8_compile import Dense, Experts, Grouped, Linear, compiling
+    from bench_serving.operators_mxfp8_compile import Dense, Experts, Grouped, Linear, Stock, Work, compiling
 
     ranks = [rank for rank in RANKS if arguments.only in f"experts {rank.name}"]
     linears = [shape for name, shape in LINEARS.items() if arguments.only in f"linear {name}"]
-    works = [work(rank, tokens) for rank in ranks for tokens in TOKENS for work in (Experts, Grouped)]
+    works: list[Work] = [Stock(rank, part) for rank in ranks for part in (TOKENS[::2], TOKENS[1::2])]
+    works += [work(rank, tokens) for rank in ranks for tokens in TOKENS for work in (Experts, Grouped)]
     works += [Linear(*shape, tokens) for shape in linears for tokens in LINEAR_TOKENS]
     works += [Dense(*shape, tokens) for shape in linears for tokens in LINEAR_TOKENS if tokens >= FEWEST_FAST]
     with compiling(works):
         if ranks:
             prepare_sglang()
     early_launches()
-    measure_experts(arguments.only)
+    measure_experts({rank: run_stock(rank, TOKENS) for rank in ranks})
     measure_linears(arguments.only)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import multiprocessing
 import time
 from collections.abc import Iterable, Iterator
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from m3_kernels.triton.sm90_mxfp8_experts import ExpertsTile
 from m3_kernels.triton.sm90_mxfp8_experts_few import FewExpertsTile
-from m3_kernels.triton.sm90_mxfp8_linear import LinearTile, mxfp8_linear
+from m3_kernels.triton.sm90_mxfp8_linear import mxfp8_linear
 from m3_kernels.triton.sm90_mxfp8_linear_few import FewTile
+from m3_kernels.triton.sm90_mxfp8_linear_tiles import LinearTile
 from torch import Tensor
 
 from bench_serving.operators_mxfp8 import (
@@ -23,8 +25,10 @@ from bench_serving.operators_mxfp8 import (
     Routing,
     multiply_fast,
     one_jit_cache,
+    prepare_sglang,
     run_experts,
     run_grouped,
+    run_stock,
 )
 from bench_serving.operators_mxfp8_check import say
 
@@ -67,7 +71,15 @@ class Dense:
     tokens: int
 
 
-Work = Experts | Grouped | Linear | Dense
+@dataclass(frozen=True)
+class Stock:
+    """SGLang's BF16 experts of a rank with so many tokens each."""
+
+    rank: Rank
+    tokens: tuple[int, ...]
+
+
+Work = Experts | Grouped | Linear | Dense | Stock
 
 
 def empty_mxfp8(*shape: int) -> tuple[Tensor, Tensor]:
@@ -81,12 +93,18 @@ def empty_blocks(*shape: int) -> tuple[Tensor, Tensor]:
     return value, torch.empty(*outer, rows // 128, columns // 128, device=DEVICE)
 
 
+prepare_once = functools.cache(prepare_sglang)
+
+
 def compile_one(work: Work) -> str | None:
     """Run it once, so that the caches on disk have its kernels; returns what went wrong or took long."""
     begin = time.monotonic()
     one_jit_cache()
     try:
-        if isinstance(work, Linear | Dense):
+        if isinstance(work, Stock):
+            prepare_once()
+            run_stock(work.rank, work.tokens)
+        elif isinstance(work, Linear | Dense):
             x = torch.empty(work.tokens, work.columns, device=DEVICE, dtype=torch.bfloat16)
             if isinstance(work, Dense):
                 multiply_fast(x, empty_blocks(work.rows, work.columns))

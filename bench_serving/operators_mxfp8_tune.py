@@ -11,19 +11,21 @@ Compiles on all cores, checks every division against float64, then times it. One
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 
 import torch
+import triton
 from m3_kernels.reference.dequantize_mxfp8 import dequantize_mxfp8
 from m3_kernels.triton import sm90_mxfp8_grouped
-from m3_kernels.triton.sm90_common import multiprocessors
 from m3_kernels.triton.sm90_mxfp8_experts import ExpertsTile, experts_tile
 from m3_kernels.triton.sm90_mxfp8_experts_few import FewExpertsTile
-from m3_kernels.triton.sm90_mxfp8_linear import LinearTile, linear_tile, mxfp8_linear
+from m3_kernels.triton.sm90_mxfp8_linear import HELD, mxfp8_linear
 from m3_kernels.triton.sm90_mxfp8_linear_few import FEW_TOKENS, FewTile, few_tile
+from m3_kernels.triton.sm90_mxfp8_linear_tiles import CHUNK, LinearTile
 from torch import Tensor
 
 from bench_serving.operators_mxfp8 import (
@@ -50,6 +52,9 @@ from bench_serving.operators_mxfp8 import (
 from bench_serving.operators_mxfp8_check import EXACT, check_experts, relative, say
 from bench_serving.operators_mxfp8_compile import Experts, Grouped, Linear, Work, compiling
 
+MOST_TILED = 256
+"""Tokens up to which tiles that hold the weight in registers are tried."""
+
 ROOM = (1 << 17, 1 << 16)
 """Rows of the masked layout to try, the number in use first."""
 
@@ -71,19 +76,26 @@ def experts_tiles(rank: Rank, tokens: int) -> list[ExpertsTile | FewExpertsTile]
 
 def linear_tiles(tokens: int, rows: int, columns: int) -> list[LinearTile | FewTile | None]:
     """Likewise for a linear; None is the way that the operator takes by itself."""
-    base = linear_tile(tokens, rows, columns, multiprocessors(DEVICE))
-    if tokens > 64:
+    if tokens > MOST_TILED:
         return [None]
-    if tokens > FEW_TOKENS:
-        return [None, base, replace(base, splits=max(1, base.splits // 2)), replace(base, stages=4)]
-    few = few_tile(tokens, columns)
-    return [
-        None,
-        base,
-        few,
-        replace(few, row_warps=2 * few.row_warps),
-        replace(few, column_warps=max(1, few.column_warps // 2)),
-    ]
+    tried: list[LinearTile | FewTile | None] = [None]
+    if tokens <= FEW_TOKENS:
+        few = few_tile(columns)
+        tried += [replace(few, row_warps=2 * few.row_warps)]
+        tried.append(replace(few, column_warps=max(1, few.column_warps // 2)))
+    chunks = triton.cdiv(columns, CHUNK)
+    held = {triton.cdiv(chunks, splits) for splits in range(1, chunks + 1)}
+    for tile_rows, tile_tokens, steps in itertools.product((64, 128), (16, 32, 64), sorted(held)):
+        programs = triton.cdiv(rows, tile_rows) * triton.cdiv(chunks, steps)
+        tiles = triton.cdiv(tokens, tile_tokens)
+        fits = tokens <= 4 * tile_tokens and tile_tokens <= max(16, triton.next_power_of_2(tokens))
+        if not fits or not (2 < steps <= HELD[1] and 48 <= programs <= 480):
+            continue
+        for walks in sorted({1, tiles} if programs < 300 else {1}):
+            tried.append(LinearTile(tile_rows, tile_tokens, 1, steps, walks))
+        if steps == 4 and tile_tokens <= 32:
+            tried.append(LinearTile(tile_rows, tile_tokens, 64 // tile_tokens, tile_tokens // 16, 1))
+    return list(dict.fromkeys(tried))
 
 
 @contextmanager
@@ -189,6 +201,8 @@ def tune_linears(only: str, until: float) -> None:
         layers = [random_mxfp8(rows, columns) for _ in range(count)]
         theirs = [torch.randn(rows, columns, device=DEVICE, dtype=torch.bfloat16) for _ in range(count)]
         for tokens in LINEAR_TOKENS:
+            if time.monotonic() > until:
+                break
             x = torch.randn(tokens, columns, device=DEVICE, dtype=torch.bfloat16)
             want = x.double() @ dequantize_mxfp8(*layers[0], torch.float64).T
             cublas = time_us(lambda i: torch.mm(x, theirs[i].T), count, 9)  # noqa: B023

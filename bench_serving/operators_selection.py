@@ -1,7 +1,8 @@
 """Time block selection on this GPU, SGLang's own operators beside ours where SGLang can be imported.
 
-    python -m bench_serving.operators_selection [--only SUBSTRING]
+    python -m bench_serving.operators_selection [--only SUBSTRING] [--out FILE]
 
+First all kernels are compiled, by forked processes on all cores; what fails or takes too long is left out.
 Every timing is the median of graph replays that cycle through the caches of several layers, 200 MB or more: a
 model's sparse layers each have their own cache and never find their keys in the L2 cache from the last step.
 """
@@ -9,9 +10,13 @@ model's sparse layers each have their own cache and never find their keys in the
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
+import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from m3_kernels.rows import BLOCK_TOKENS, Rows
@@ -19,11 +24,19 @@ from m3_kernels.triton.sm90_choose_blocks import choose_blocks, choose_blocks_wo
 from m3_kernels.triton.sm90_plan_prefix import plan_prefix, plan_prefix_workspace_bytes
 from torch import Tensor
 
+from bench_serving.forked import run_forked
+from bench_serving.graph_time import time_us
+
 DEVICE = torch.device("cuda")
 HEAD_DIM, TOPK, SPARSE_LAYERS = 128, 16, 57
 CYCLED_BYTES, MOST_LAYERS, FEWEST_LAYERS = 200 << 20, 16, 6
 BYTES_PER_US, OPERATIONS_PER_US = 4.3e6, 790e6
 """Ceilings measured on an H200: device copy, and a large bf16 matrix product."""
+PEER_CONFIGURATIONS = 8
+"""Most configurations that one of SGLang's kernels for extend steps chooses from."""
+HEADER = """\
+| case | H | batch | new | context | SGLang us | ours us | plan us | floor us | of floor |
+|---|---|---|---|---|---|---|---|---|---|"""
 
 
 @dataclass(frozen=True)
@@ -44,6 +57,15 @@ class Case:
     group_private: int = 0
     table_blocks: int = 0
     table_requests: int = 0
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, {self.heads} heads, {self.batch} x {self.new} rows of {self.context:,}"
+
+    @property
+    def has_peer(self) -> bool:
+        """SGLang's operators take the step's own table alone."""
+        return self.table_requests == 0
 
     @property
     def phase_is_decode(self) -> bool:
@@ -104,40 +126,21 @@ def cases() -> Iterator[Case]:
         for new in (32, 512, 2048, 8192):
             yield Case("extend, 65,536 cached", heads, 1, new, 65536 + new, new)
     yield Case("extend, 60,928 cached and shared", 1, 8, 512, 60928 + 512, 512)
+    yield Case("extend, 1M", 1, 1, 512, 1_000_000, 512)
+    yield Case("extend, 1M", 4, 1, 2048, 1_000_000, 2048)
+    yield Case("decode, 1M", 1, 1, 1, 1_000_000, 512)
     for heads in (1, 4):
         for new in (256, 512, 1024, 2048, 8192):
             for requests, blocks in ((1, 0), (32, 1024), (64, 8192)):
                 name = f"extend in a graph for {requests} requests, 60,928 cached"
                 yield Case(name, heads, 1, new, 60928 + new, new, 0, blocks, requests)
-    yield Case("extend, 1M", 1, 1, 512, 1_000_000, 512)
-    yield Case("extend, 1M", 4, 1, 2048, 1_000_000, 2048)
-    yield Case("decode, 1M", 1, 1, 1, 1_000_000, 512)
 
 
-def time_us(run: Callable[[Tensor], object], layers: list[Tensor], repeats: int = 15) -> float:
-    """Median microseconds of `run(layer)`, from replays of a graph that calls it for every layer in turn."""
-    run(layers[0])
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in layers:
-            run(layer)
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / len(layers) * 1e3)
-    return sorted(times)[len(times) // 2]
-
-
-def layer_caches(pages: int) -> list[Tensor]:
-    """Index pages of several layers."""
-    size = pages * BLOCK_TOKENS * HEAD_DIM * 2
-    count = min(MOST_LAYERS, max(FEWEST_LAYERS, CYCLED_BYTES // size))
+def layer_caches(pages: int, count: int | None = None) -> list[Tensor]:
+    """Index pages of so many layers, by default of as many as are to be cycled through."""
+    if count is None:
+        size = pages * BLOCK_TOKENS * HEAD_DIM * 2
+        count = min(MOST_LAYERS, max(FEWEST_LAYERS, CYCLED_BYTES // size))
     shape = (pages, BLOCK_TOKENS, 1, HEAD_DIM)
     return [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(count)]
 
@@ -213,8 +216,8 @@ class Prepared:
         return self.choose(self.layers[0])
 
 
-def prepared(case: Case) -> Prepared:
-    """Random index queries and keys, and workspaces."""
+def prepared(case: Case, layers: int | None = None) -> Prepared:
+    """Random index queries and keys of so many layers (see `layer_caches`), and workspaces."""
     table, pages = case.page_table()
     rows = case.rows()
     index_q = torch.randn(len(rows), case.heads, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
@@ -243,7 +246,7 @@ def prepared(case: Case) -> Prepared:
         )
 
     return Prepared(
-        layer_caches(pages),
+        layer_caches(pages, layers),
         pages,
         table,
         index_q,
@@ -265,17 +268,115 @@ def measure(case: Case, with_peer: bool) -> str:
     return f"| {step} | {theirs} | {total:.1f} | {plan_us:.1f} | {floor:.1f} | {floor / total:.0%} |"
 
 
+@dataclass(frozen=True)
+class CompileJob:
+    """What compiles kernels by running a step once on a single layer.
+
+    Attributes:
+        name: whose kernels, and the case.
+        needed_by: the cases that are not measured, or not beside SGLang, without these kernels.
+        theirs: they are SGLang's.
+    """
+
+    name: str
+    run: Callable[[], object]
+    needed_by: tuple[Case, ...]
+    theirs: bool
+
+
+def compile_jobs(measured: list[Case], with_peer: bool) -> list[CompileJob]:
+    """Jobs that between them compile every kernel of the cases, those that take long first.
+
+    SGLang's decode steps share a kernel that is built by nvcc under a lock: one of them comes first and the
+    others last, so that they do not wait for it. Its extend steps try several configurations of two kernels,
+    of which one compiles for half a minute: each configuration is a job of its own.
+    """
+    ours = [
+        CompileJob(f"ours: {case.label}", functools.partial(compile_ours, case), (case,), False)
+        for case in measured
+    ]
+    theirs = [case for case in measured if with_peer and case.has_peer]
+    decode = [
+        CompileJob(f"SGLang's: {case.label}", functools.partial(compile_theirs, case), (case,), True)
+        for case in theirs
+        if case.new == 1
+    ]
+    # Triton compiles anew where an argument is 1, or no multiple of 16.
+    alike: dict[tuple[int, bool, bool], list[Case]] = {}
+    for case in theirs:
+        if case.new > 1:
+            alike.setdefault((case.heads, case.batch == 1, case.blocks % 16 == 0), []).append(case)
+    extend = [
+        CompileJob(
+            f"SGLang's configuration {number}: {same[0].label}",
+            functools.partial(compile_theirs, same[0], number),
+            tuple(same),
+            True,
+        )
+        for number in range(PEER_CONFIGURATIONS)
+        for same in alike.values()
+    ]
+    return [*decode[:1], *extend, *ours, *decode[1:]]
+
+
+def compile_ours(case: Case) -> None:
+    prepared(case, layers=1).choose_once()
+    torch.cuda.synchronize()
+
+
+def compile_theirs(case: Case, configuration: int = 0) -> None:
+    """Run SGLang's step once, an extend step with one of the configurations that its kernels choose from."""
+    if case.new > 1:
+        from sglang.kernels.ops.attention.minimax_sparse.prefill import flash_with_topk_idx as extend
+
+        for kernel in (extend._index_block_score_only_kernel, extend._topk_index_kernel):
+            while not hasattr(kernel, "configs"):
+                kernel = kernel.fn
+            all_of_them = vars(kernel).setdefault("all_configs", kernel.configs)
+            kernel.configs = [all_of_them[configuration % len(all_of_them)]]
+    table, pages = case.page_table()
+    index_q = torch.empty(case.batch * case.new, case.heads, HEAD_DIM, device=DEVICE, dtype=torch.bfloat16)
+    peer(case, table, index_q)(layer_caches(pages, 1)[0])
+    torch.cuda.synchronize()
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    begin = time.monotonic()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="only cases whose name contains this")
-    only = parser.parse_args().only
-    torch.manual_seed(0)
-    with_peer = importlib.util.find_spec("sglang") is not None
-    print("| case | H | batch | new | context | SGLang us | ours us | plan us | floor us | of floor |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for case in cases():
-        if only in case.name:
-            print(measure(case, with_peer), flush=True)
+    parser.add_argument("--out", type=Path, help="write each line to this file as well, as it comes")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that compile kernels")
+    parser.add_argument("--compile-seconds", type=float, default=70, help="the limit for that")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many")
+    chosen = parser.parse_args()
+    with open(os.devnull, "w") if chosen.out is None else chosen.out.open("w") as file:
+
+        def say(line: str) -> None:
+            print(line, flush=True)
+            print(line, file=file, flush=True)
+
+        measured = [case for case in cases() if chosen.only in case.name]
+        jobs = compile_jobs(measured, importlib.util.find_spec("sglang") is not None)
+        outcomes = run_forked([job.run for job in jobs], chosen.processes, chosen.compile_seconds)
+        timed = {
+            side: {case for job in jobs if job.theirs == side for case in job.needed_by}
+            for side in (False, True)
+        }
+        for job, why_not in zip(jobs, outcomes, strict=True):
+            if why_not:
+                say(f"left out, {job.name}: {why_not}")
+                timed[job.theirs] -= set(job.needed_by)
+        say(f"compiled in {time.monotonic() - begin:.0f} s")
+        say(HEADER)
+        torch.manual_seed(0)
+        for case in measured:
+            if time.monotonic() - begin > chosen.seconds:
+                say(f"out of time before {case.label}")
+                break
+            if case in timed[False]:
+                say(measure(case, case in timed[True]))
 
 
 if __name__ == "__main__":

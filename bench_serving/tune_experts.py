@@ -18,6 +18,7 @@ import concurrent.futures
 import functools
 import json
 import multiprocessing
+import operator
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from bench_serving.experts_layer import Layer, configured, relative, time_us
+from bench_serving.experts_layer import Layer, configured, relative
 from bench_serving.experts_product import (
     Division,
     Experts,
@@ -35,6 +36,7 @@ from bench_serving.experts_product import (
     expected_product,
     kernel_of,
 )
+from bench_serving.graph_time import time_us
 from bench_serving.operators_mxfp8 import prepare_sglang
 
 TOKENS = (64, 32, 8, 1, 16, 256, 8192, 1024, 128, 2048, 512, 4096, 4, 48, 96, 24, 2)
@@ -105,7 +107,8 @@ class Search:
             if not wanted or kernel not in self.right:
                 continue
             runs = [self.layer.product(kernel, routing)[0] for routing in routings]
-            us = time_us(runs, 3, float("inf") if found is None else 1.15 * found[0])
+            enough = float("inf") if found is None else 1.15 * found[0]
+            us = time_us(operator.call, runs, 3, enough=enough)
             if found is None or us < found[0]:
                 found = us, division
         return found
@@ -142,7 +145,7 @@ def tune_tokens(
             if not error < 2 * ERROR:
                 say(tokens=tokens, pair=str(pair), error=error)
                 continue
-            times[pair] = time_us(runs, 5)
+            times[pair] = time_us(operator.call, runs, 5)
     best = min(times, key=times.__getitem__)
     result = {
         "experts": experts.local,

@@ -24,12 +24,13 @@ logger = logging.getLogger(__name__)
 
 Layout = Literal["exact", "fast"]
 
-LINEAR_TOKENS = 16
-"""With more tokens a linear's product goes through DeepGEMM in `fast`."""
+LINEAR_TOKENS = 64
+"""With more tokens a linear's product goes through DeepGEMM in `fast`, its activations rounded to E4M3."""
 
-SLOW_ROWS = 1536
-"""Rows of the joint q, k, v and index projection on a rank of eight. With 2,048 tokens DeepGEMM took 118 us
-for them and the weight as bfloat16 58, with 256 tokens 13 and 21. Other widths gain by DeepGEMM."""
+SLOW_ROWS, SLOW_TOKENS = 1536, range(513, 8192)
+"""Rows of the joint q, k, v and index projection on a rank of eight. With 2,048 tokens DeepGEMM took 123 us
+for them and the weight as bfloat16 59, with 256 tokens 12 and 22, with 8,192 tokens 161 and 228. Other widths
+gain by DeepGEMM."""
 
 TOKENS_PER_EXPERT = 2
 """Likewise for the experts' products, in tokens per expert if all were equally likely."""
@@ -62,7 +63,7 @@ def layout() -> Layout:
 
 def takes_deep_gemm(tokens: int, rows: int) -> bool:
     """Whether in `fast` a linear of so many rows multiplies so many tokens through DeepGEMM."""
-    return tokens > LINEAR_TOKENS and not (rows == SLOW_ROWS and tokens > 512)
+    return tokens > LINEAR_TOKENS and not (rows == SLOW_ROWS and tokens in SLOW_TOKENS)
 
 
 def has_deep_gemm() -> bool:

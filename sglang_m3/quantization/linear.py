@@ -131,6 +131,8 @@ class M3MxFp8LinearMethod(LinearMethodBase):
     def apply(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`[..., K]` -> `[..., N]` in `x`'s dtype."""
         rows = x.reshape(-1, x.shape[-1])
+        if rows.is_cuda:
+            compile_for_all_steps(layer.weight, layer.weight_scale_inv, rows.dtype)
         many = rows.is_cuda and takes_deep_gemm(rows.shape[0], layer.weight.shape[0])
         blocks = layer.weight_block_scale if many else None
         if blocks is not None:
@@ -139,6 +141,24 @@ class M3MxFp8LinearMethod(LinearMethodBase):
             out = mxfp8_linear(rows, layer.weight, layer.weight_scale_inv)
         out = out.reshape(*x.shape[:-1], out.shape[-1])
         return out if bias is None else out + bias
+
+
+_compiled: set[tuple[torch.Size, torch.device]] = set()
+
+
+def compile_for_all_steps(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+    """At the first product by a weight of this shape, run one for every kernel that another step may need.
+
+    So no request waits for a compiler. Does nothing while a graph is being captured.
+    """
+    key = (weight.shape, weight.device)
+    if key in _compiled or torch.cuda.is_current_stream_capturing():
+        return
+    from m3_kernels.triton.sm90_mxfp8_linear import TOKENS_OF_EVERY_KERNEL
+
+    _compiled.add(key)
+    for tokens in TOKENS_OF_EVERY_KERNEL:
+        mxfp8_linear(torch.zeros(tokens, weight.shape[1], dtype=dtype, device=weight.device), weight, scale)
 
 
 class _PlainLinearMethod(UnquantizedLinearMethod):

@@ -18,6 +18,7 @@ from m3_kernels.triton import (  # isort: skip
     sm90_mxfp8_grouped,
     sm90_mxfp8_linear,
     sm90_mxfp8_linear_few,
+    sm90_mxfp8_linear_tiles,
 )
 
 MODULES = (
@@ -27,6 +28,7 @@ MODULES = (
     sm90_mxfp8_grouped,
     sm90_mxfp8_linear,
     sm90_mxfp8_linear_few,
+    sm90_mxfp8_linear_tiles,
 )
 
 META = torch.device("meta")
@@ -123,20 +125,26 @@ def test_many_tokens_never_wait_for_the_device(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "kernels"),
-    [(7, ["_few_kernel"]), (20, ["_linear_kernel", "_add_kernel"]), (300, ["_dequantize_kernel"])],
+    ("tokens", "rows", "kernels"),
+    [
+        (7, 6144, ["_few_kernel"]),
+        (7, 1280, ["_tiles_kernel", "_add_kernel"]),
+        (100, 1280, ["_tiles_kernel", "_add_kernel"]),
+        (300, 1280, ["_dequantize_kernel"]),
+    ],
 )
 def test_a_linear_never_waits_for_the_device(
     tokens: int,
+    rows: int,
     kernels: list[str],
     launched: list[tuple[str, tuple[int, ...]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sm90_mxfp8_linear, "multiprocessors", lambda device: 132)
-    weight = torch.empty(1280, HIDDEN, dtype=torch.float8_e4m3fn, device=META)
-    scale = torch.empty(1280, HIDDEN // 32, dtype=torch.uint8, device=META)
+    weight = torch.empty(rows, HIDDEN, dtype=torch.float8_e4m3fn, device=META)
+    scale = torch.empty(rows, HIDDEN // 32, dtype=torch.uint8, device=META)
     x = torch.empty(tokens, HIDDEN, dtype=torch.bfloat16, device=META)
-    assert sm90_mxfp8_linear.mxfp8_linear(x, weight, scale).shape == (tokens, 1280)
+    assert sm90_mxfp8_linear.mxfp8_linear(x, weight, scale).shape == (tokens, rows)
     values, scales = sm90_mxfp8_grouped.quantize_rows(x, None)
     assert values.shape == x.shape and scales.shape == (tokens, 48)
     assert scales.stride() == (1, -(-tokens // 4) * 4)

@@ -126,24 +126,61 @@ def extend_step(row_count: int, generator: torch.Generator) -> Step:
 
 @pytest.mark.parametrize("longest", LONGEST_UNIONS)
 @pytest.mark.parametrize(
-    ("heads", "dtype", "row_count"),
-    [((32, 2), torch.bfloat16, 26), ((8, 1), torch.float8_e4m3fn, 52), ((6, 2), torch.bfloat16, 40)],
+    ("heads", "dim", "dtype", "row_count"),
+    [
+        ((32, 2), 128, torch.bfloat16, 26),
+        ((8, 1), 128, torch.float8_e4m3fn, 52),
+        ((6, 2), 64, torch.bfloat16, 40),
+        ((2, 2), 32, torch.float8_e4m3fn, 35),
+        ((4, 2), 16, torch.bfloat16, 29),
+    ],
     ids=str,
 )
 def test_extend_chunks_equal_brute_force_however_they_are_routed(
-    longest: str, heads: tuple[int, int], dtype: torch.dtype, row_count: int, monkeypatch: pytest.MonkeyPatch
+    longest: str,
+    heads: tuple[int, int],
+    dim: int,
+    dtype: torch.dtype,
+    row_count: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     generator = torch.Generator().manual_seed(5)
     step = extend_step(row_count, generator)
-    q, k, v = inputs(step, heads, 128 if REAL else 32, dtype, generator)
+    q, k, v = inputs(step, heads, dim if REAL else min(dim, 32), dtype, generator)
     scores = torch.randn(heads[1], row_count, step.page_table.shape[1], generator=generator)
     scores[..., 0] = 9  # one block that everybody chooses
     chosen = brute_selection(scores, step.rows, 4, 0, 1)
     monkeypatch.setattr(sm90, "UNION_FROM_ROWS", 1)
+    # So few programs that each has several pages and tiles.
+    monkeypatch.setattr(sm90, "multiprocessors", lambda device: 1)
     pass_rows = 3 * sm90.tiling(row_count, *heads, q.shape[-1], 4).tile_rows
     force(monkeypatch, splits=1, pass_rows=pass_rows, longest_union=LONGEST_UNIONS[longest])
     got = attend(q, k, v, step, chosen, 0.2)
     check(got, brute_attention(q, k.float(), v.float(), step, chosen, 0.2))
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["all_pages_fit", "few_pages_fit"])
+@pytest.mark.parametrize("heads", [(8, 1), (6, 2)], ids=str)
+def test_e4m3_pages_widened_for_a_chunk_are_the_same_numbers(
+    heads: tuple[int, int], room: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(9)
+    row_count = 43
+    step = extend_step(row_count, generator)
+    q, k, v = inputs(step, heads, 128 if REAL else 32, torch.float8_e4m3fn, generator)
+    scores = torch.randn(heads[1], row_count, step.page_table.shape[1], generator=generator)
+    chosen = brute_selection(scores, step.rows, 4, 0, 1)
+    monkeypatch.setattr(sm90, "UNION_FROM_ROWS", 1)
+    monkeypatch.setattr(sm90, "WIDEN_FROM_ROWS", 1)
+    monkeypatch.setattr(sm90, "LAYOUT_CHUNK", 8)
+    tile_rows = sm90.tiling(row_count, *heads, q.shape[-1], 4).tile_rows
+    force(monkeypatch, splits=1, pass_rows=(24 if room else 2) * tile_rows, longest_union=1 << 30)
+    got = attend(q, k, v, step, chosen, 0.2)
+    check(got, brute_attention(q, k.float(), v.float(), step, chosen, 0.2))
+    if not room:
+        force(monkeypatch, longest_union=0)
+    same = attend(q, k.bfloat16(), v.bfloat16(), step, chosen, 0.2)
+    assert torch.equal(got, same), f"rows {(got != same).flatten(1).any(1).nonzero().flatten().tolist()}"
 
 
 @pytest.mark.parametrize(

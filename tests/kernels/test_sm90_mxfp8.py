@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from m3_kernels.reference.dequantize_mxfp8 import dequantize_mxfp8
@@ -13,7 +15,12 @@ from torch import Tensor
 from tests.kernels.sm90 import DEVICE, REAL
 
 from m3_kernels.triton.sm90_mxfp8_experts import ExpertsTile, mxfp8_experts, route  # isort: skip
-from m3_kernels.triton.sm90_mxfp8_linear import LinearTile, mxfp8_linear  # isort: skip
+from m3_kernels.triton.sm90_mxfp8_linear import (  # isort: skip
+    TOKENS_OF_EVERY_KERNEL,
+    linear_tile,
+    mxfp8_linear,
+)
+from m3_kernels.triton.sm90_mxfp8_linear_tiles import LinearTile  # isort: skip
 
 ALPHA, LIMIT = 1.702, 7.0
 ONE_PRODUCT, TWO_PRODUCTS = (3e-3, 6e-3) if REAL else (6e-3, 2e-2)
@@ -54,15 +61,72 @@ def test_linear_equals_float64(tokens: int, rows: int, columns: int) -> None:
     assert relative(got, want) < ONE_PRODUCT
 
 
-@pytest.mark.parametrize("splits", [1, 2, 5])
-def test_split_sums_and_strided_rows_change_nothing(splits: int) -> None:
-    generator = torch.Generator().manual_seed(splits)
-    value, scale = weight(generator, 80, 672)
-    wide = torch.randn(37, 700, generator=generator).bfloat16().to(DEVICE)
-    got = mxfp8_linear(wide[:, :672], value, scale, tile=LinearTile(64, 32, 128, splits, 4, 2))
-    assert relative(got, reference_linear(wide[:, :672].double(), value, scale)) < ONE_PRODUCT
-    again = mxfp8_linear(wide[:, :672], value, scale, tile=LinearTile(64, 32, 128, splits, 4, 2))
-    assert torch.equal(got, again)
+@pytest.mark.parametrize(
+    ("tokens", "rows", "columns", "tile"),
+    [
+        (37, 80, 672, LinearTile(64, tokens=16, chunks=1, steps=5, walks=2)),
+        (16, 200, 672, LinearTile(64, 16, 4, 1, 1)),
+        (50, 130, 768, LinearTile(128, 64, 1, 2, 1)),
+        (65, 33, 1024, LinearTile(128, 32, 2, 2, 1)),
+        (3, 100, 96, LinearTile(64, 32, 1, 1, 1)),
+    ],
+)
+def test_split_sums_and_strided_rows_change_nothing(
+    tokens: int, rows: int, columns: int, tile: LinearTile
+) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    value, scale = weight(generator, rows, columns)
+    x = torch.randn(tokens, columns + 24, generator=generator).bfloat16().to(DEVICE)[:, :columns]
+    got = mxfp8_linear(x, value, scale, tile=tile)
+    assert relative(got, reference_linear(x.double(), value, scale)) < ONE_PRODUCT
+    assert torch.equal(got, mxfp8_linear(x, value, scale, tile=tile))
+    for token in (0, tokens - 1):
+        alone = mxfp8_linear(x[token : token + 1], value, scale, tile=tile)
+        assert torch.equal(alone[0], got[token]), f"token {token} depends on its neighbours"
+
+
+@pytest.mark.skipif(not REAL, reason="launches overlap on a GPU only")
+@pytest.mark.parametrize("tokens", [5, 20, 48])
+def test_launches_that_begin_early_wait_for_what_they_read(tokens: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    layers = [weight(generator, 1536, 1536) for _ in range(4)]
+    x = torch.randn(tokens, 1536, generator=generator).bfloat16().to(DEVICE)
+
+    def run(pause: bool) -> Tensor:
+        out = x
+        for layer in layers * 8:
+            out = mxfp8_linear(out, *layer)
+            if pause:
+                torch.cuda.synchronize()
+        return out
+
+    want = run(pause=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(pause=False)
+    for _ in range(50):
+        got.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1536, 6144), (6144, 1024), (768, 6144), (6144, 1536), (6144, 384)]
+)
+@pytest.mark.parametrize("tokens", [9, 16, 17, 32, 33, 64])
+def test_m3s_weights_are_held_by_programs_that_run_at_once(tokens: int, rows: int, columns: int) -> None:
+    tile = linear_tile(tokens, rows, columns, 132)
+    programs = -(-rows // tile.rows) * -(-columns // tile.columns) * tile.walks
+    assert programs <= 132 * (128 // tile.rows), f"{programs} programs, {tile}"
+    assert tile.columns <= (640 if tile.tokens == 64 else 768), f"{tile} does not fit registers"
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1536, 6144), (6144, 384), (3072, 6144), (40, 96)])
+def test_few_products_need_every_kernel_that_any_product_needs(rows: int, columns: int) -> None:
+    def kernels(tokens: Iterable[int]) -> set[object]:
+        return {linear_tile(count, rows, columns, 132) for count in tokens}
+
+    assert kernels(range(1, 200)) == kernels(TOKENS_OF_EVERY_KERNEL)
 
 
 def every_number(*scales: int) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,8 @@ from tests.kernels.sm90 import DEVICE, REAL
 from m3_kernels.triton.sm90_mxfp8_dequantize import dequantize_mxfp8  # isort: skip
 from m3_kernels.triton.sm90_mxfp8_experts import mxfp8_experts  # isort: skip
 from m3_kernels.triton.sm90_mxfp8_experts_few import FewExpertsTile  # isort: skip
-from m3_kernels.triton.sm90_mxfp8_linear import mxfp8_linear, through_bfloat16  # isort: skip
-from m3_kernels.triton.sm90_mxfp8_linear_few import FewTile, few_tile  # isort: skip
+from m3_kernels.triton.sm90_mxfp8_linear import mxfp8_linear  # isort: skip
+from m3_kernels.triton.sm90_mxfp8_linear_few import FEW_TOKENS, FewTile, few_tile  # isort: skip
 from tests.kernels.test_sm90_mxfp8 import (  # isort: skip
     ONE_PRODUCT,
     TWO_PRODUCTS,
@@ -92,12 +92,7 @@ def test_weights_as_bfloat16_are_those_of_the_reference() -> None:
 
 @pytest.mark.parametrize("columns", [384, 1024, 1536, 2048, 3072, 6144, 8192, 12288])
 def test_a_warp_has_all_its_weights_in_flight_with_m3_widths(columns: int) -> None:
-    tile = few_tile(8, columns)
+    tile = few_tile(columns)
     assert tile.column_warps * tile.steps * 128 >= columns
     assert tile.row_warps * tile.column_warps in (4, 8, 16)
-    assert few_tile(9, columns).tokens == 16
-
-
-def test_large_weights_are_written_as_bfloat16_for_more_tokens_only() -> None:
-    assert through_bfloat16(33, 1536, 6144) and not through_bfloat16(32, 1536, 6144)
-    assert through_bfloat16(65, 3072, 6144) and not through_bfloat16(64, 3072, 6144)
+    assert tile.tokens == FEW_TOKENS

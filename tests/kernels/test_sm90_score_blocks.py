@@ -55,6 +55,22 @@ def test_nan_and_infinite_products_follow_the_rule() -> None:
     assert got[1] == [-INF, -15, -15, -15, -INF]
 
 
+@pytest.mark.parametrize(("heads", "row_count"), [(1, 300), (3, 130)])
+def test_large_tiles_equal_brute_force_wherever_programs_begin(heads: int, row_count: int) -> None:
+    """Many rows of one request: scores are stored several blocks at a time, in runs that begin anywhere."""
+    generator = torch.Generator().manual_seed(row_count)
+    blocks = 29
+    table = torch.randperm(blocks, generator=generator).int()[None]
+    first = (blocks - 3) * BLOCK_TOKENS - 50
+    rows = Rows(torch.zeros(row_count, dtype=torch.int32), first + torch.arange(row_count).int())
+    step = Step(table, rows, blocks)
+    index_q = torch.randn(row_count, heads, 128 if REAL else 16, generator=generator).bfloat16()
+    index_k = torch.randn(blocks, BLOCK_TOKENS, 1, index_q.shape[2], generator=generator).bfloat16()
+    there, rows = on_device(step)
+    got = scores_of(index_q.to(DEVICE), index_k.to(DEVICE), there, rows)
+    torch.testing.assert_close(got.cpu().double(), brute_scores(index_q, index_k, step), rtol=1e-5, atol=1e-4)
+
+
 def sharing_step(generator: torch.Generator, row_count: int) -> Step:
     shared, tail, requests = 9, 3, 5
     pages = shared + tail * requests

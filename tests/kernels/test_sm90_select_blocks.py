@@ -61,22 +61,49 @@ def test_wide_rows_equal_the_reference(blocks: int, distinct: int) -> None:
     assert len(wrong) == 0, f"{len(wrong)} rows differ, first {wrong[0].tolist()}: {out[tuple(wrong[0])]}"
 
 
-@pytest.mark.parametrize(("topk", "init_blocks", "local_blocks"), [(40, 0, 1), (255, 3, 0), (16, 15, 1)])
-def test_more_blocks_than_lanes_and_forced_blocks_alone_equal_the_reference(
-    topk: int, init_blocks: int, local_blocks: int
+@pytest.mark.parametrize("blocks", [301, 1100, 8193])
+@pytest.mark.parametrize(
+    ("topk", "init_blocks", "local_blocks"), [(40, 0, 1), (255, 3, 0), (16, 15, 1), (1, 0, 0)]
+)
+def test_many_few_and_forced_blocks_alone_equal_the_reference(
+    blocks: int, topk: int, init_blocks: int, local_blocks: int
 ) -> None:
     generator = torch.Generator().manual_seed(topk)
-    scores = torch.randn(2, 5, 301, generator=generator).round(decimals=1).to(DEVICE)
-    position = torch.tensor(
-        [301 * BLOCK_TOKENS - 1, 300 * BLOCK_TOKENS, 41 * BLOCK_TOKENS, 17 * BLOCK_TOKENS, 0]
-    )
-    rows = Rows(torch.zeros(5, dtype=torch.int32, device=DEVICE), position.int().to(DEVICE))
+    scores = torch.randn(2, 5, blocks, generator=generator).round(decimals=1).to(DEVICE)
+    last = torch.tensor([blocks - 1, blocks - 2, 41, 17, 0]) * BLOCK_TOKENS
+    rows = Rows(torch.zeros(5, dtype=torch.int32, device=DEVICE), (last + 127).int().to(DEVICE))
     forced = {"topk": topk, "init_blocks": init_blocks, "local_blocks": local_blocks}
     out = torch.full((2, 5, topk), 99, dtype=torch.int32, device=DEVICE)
     expected = torch.empty_like(out)
     select_blocks(scores, rows, **forced, out=out)
     reference_selection(scores, rows, **forced, out=expected)
     assert torch.equal(out, expected), f"got {out.tolist()}\nexpected {expected.tolist()}"
+
+
+@pytest.mark.parametrize("blocks", [1025, 4100, 8193])
+def test_wide_rows_of_special_values_equal_the_reference(blocks: int) -> None:
+    """Few numbers among NaN and infinities; equal ones side by side, far apart and just past the end."""
+    generator = torch.Generator().manual_seed(blocks)
+    values = torch.tensor(SPECIAL)
+    scores = torch.full((4, 6, blocks), NAN)
+    for head, count in enumerate((3, 40, 700, blocks)):
+        for row in range(6):
+            there = torch.randperm(blocks, generator=generator)[:count]
+            scores[head, row, there] = values[torch.randint(0, len(SPECIAL), (count,), generator=generator)]
+    scores[:, 1, 1000:1024] = 3.4e38  # more equal ones than are chosen, side by side
+    scores[:, 2, ::61] = 3.4e38  # and far apart
+    position = torch.randint(1024, blocks, (6,), generator=generator) * BLOCK_TOKENS
+    rows = Rows(torch.zeros(6, dtype=torch.int32).to(DEVICE), position.int().to(DEVICE))
+    past = torch.arange(blocks) > (position // BLOCK_TOKENS)[:, None]
+    scores = scores.masked_fill(past, INF).to(DEVICE)
+    for init_blocks, local_blocks in ((0, 1), (2, 3), (0, 0)):
+        forced = {"topk": 16, "init_blocks": init_blocks, "local_blocks": local_blocks}
+        out = torch.full((4, 6, 16), 99, dtype=torch.int32, device=DEVICE)
+        expected = torch.empty_like(out)
+        select_blocks(scores, rows, **forced, out=out)
+        reference_selection(scores, rows, **forced, out=expected)
+        wrong = (out != expected).any(-1).nonzero()
+        assert len(wrong) == 0, f"{wrong.tolist()}: {out[tuple(wrong[0])]} not {expected[tuple(wrong[0])]}"
 
 
 def test_forced_blocks_that_do_not_fit_are_refused() -> None:

@@ -143,15 +143,17 @@ def test_the_number_of_tokens_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_linears_go_through_deep_gemm_where_it_measured_faster() -> None:
-    assert [layout_module.takes_deep_gemm(tokens, 6144) for tokens in (1, 16, 17, 8192)] == [
+    assert [layout_module.takes_deep_gemm(tokens, 6144) for tokens in (1, 64, 65, 8192)] == [
         False,
         False,
         True,
         True,
     ]
-    assert [layout_module.takes_deep_gemm(tokens, 1536) for tokens in (16, 17, 512, 513)] == [
+    assert [layout_module.takes_deep_gemm(tokens, 1536) for tokens in (64, 65, 512, 513, 8191, 8192)] == [
         False,
         True,
         True,
         False,
+        False,
+        True,
     ]

@@ -35,6 +35,7 @@ from m3_kernels.triton.sm90_attend_tiles import (
     plan_dense,
     plan_unions,
 )
+from m3_kernels.triton.sm90_attend_widen import mark_pages, place_pages, widen_pages
 from m3_kernels.triton.sm90_common import INTERPRETING, aligned, check_workspace, multiprocessors
 
 TARGET_PROGRAMS = 256
@@ -44,16 +45,29 @@ UNION_FROM_ROWS = 128
 """Below this many rows each has a tile of its own: finding what they share costs more than it saves."""
 
 PAGES_FROM_ROWS = 1024
-"""From this many rows on, tiles may be left to the page-major kernels; below, they do not pay."""
+PAGES_FROM_PROGRAMS = 256
+"""From this many rows or union tiles (of all kv heads) on, tiles may be left to the page-major kernels."""
+
+WIDEN_FROM_ROWS = 1024
+"""From this many rows on, E4M3 pages are widened to bfloat16 before the union tiles read them."""
 
 PAGE_PARTIAL_BYTES = 1 << 30
 """Most memory for the page-major kernel's partial outputs; longer chunks take several passes."""
 
 LAYOUT_CHUNK = 1024
 PAGE_PROGRAMS = 12
-"""Programs per multiprocessor of the page-major helpers, which walk tiles in turn."""
-ITEM_M = 512
-"""(row, group head) pairs per item of the page-major kernel."""
+"""Programs per multiprocessor of the page-major kernels that walk tiles in turn."""
+
+MERGE_PROGRAMS = 8
+MERGE_REGISTERS = 64
+"""The same for the merge: as many as fit, with so many registers per thread."""
+
+PAGE_TILE_M = 64
+"""(row, group head) pairs per tile of the page-major kernel."""
+
+PAGE_RESIDENT = 3
+PAGE_REGISTERS = 168
+"""Programs of the page-major kernel per multiprocessor, and the registers per thread that lets them fit."""
 DOT = tl.float32 if INTERPRETING else tl.bfloat16
 """What the matrix products take: the interpreter multiplies bfloat16 wrongly."""
 
@@ -73,7 +87,6 @@ class Tiling:
         warps, stages, registers: launch configuration (registers per thread at most; None: no limit).
         pass_rows: rows per pass of the page-major kernel; 0: it is not used.
         longest_union: a tile with more distinct blocks than this is left to the page-major kernel.
-        item_rows: entries of one page that a program of the page-major kernel takes at a time.
     """
 
     walk: tl.constexpr
@@ -86,7 +99,6 @@ class Tiling:
     registers: int | None
     pass_rows: int
     longest_union: int
-    item_rows: int
 
 
 def tiling(row_count: int, q_heads: int, kv_heads: int, head_dim: int, topk: int | None) -> Tiling:
@@ -103,7 +115,7 @@ def tiling(row_count: int, q_heads: int, kv_heads: int, head_dim: int, topk: int
     wanted = triton.next_power_of_2(triton.cdiv(TARGET_PROGRAMS, programs))
     splits = 1 if 4 * programs > 3 * TARGET_PROGRAMS else min(64 if walk == DENSE else 16, wanted)
     one_block_each = walk == ROW and splits >= topk
-    by_page = walk == UNION and row_count >= PAGES_FROM_ROWS
+    by_page = walk == UNION and (row_count >= PAGES_FROM_ROWS or programs >= PAGES_FROM_PROGRAMS)
     row_bytes = q_heads * (topk or 0) * head_dim * 2
     tiles = triton.cdiv(row_count, rows)
     return Tiling(
@@ -117,7 +129,6 @@ def tiling(row_count: int, q_heads: int, kv_heads: int, head_dim: int, topk: int
         registers=168 if walk == UNION else None,
         pass_rows=min(tiles, max(1, PAGE_PARTIAL_BYTES // (row_bytes * rows))) * rows if by_page else 0,
         longest_union=2 * topk if by_page else rows * (topk or 0),
-        item_rows=max(16, ITEM_M // group),
     )
 
 
@@ -147,15 +158,27 @@ class _Scratch:
     union_sizes: Tensor | None
     page_counts: Tensor | None
     totals: Tensor | None
+    page_used: Tensor | None
+    page_slots: Tensor | None
+    slot_pages: Tensor | None
     ranks: Tensor | None
-    page_begins: Tensor | None
+    page_tiles: Tensor | None
+    page_places: Tensor | None
+    page_sizes: Tensor | None
+    page_masked: Tensor | None
     entries: Tensor | None
     last_tokens: Tensor | None
-    item_pages: Tensor | None
-    item_begins: Tensor | None
-    item_sizes: Tensor | None
+    tile_pages: Tensor | None
+    tile_ends: Tensor | None
+    tile_places: Tensor | None
+    places: Tensor | None
     page_partial: Tensor | None
     page_lse: Tensor | None
+
+
+def _head_tiles(entries: int, tile_entries: int, pages: int) -> int:
+    """Most tiles that `entries` entries of a kv head can fill, when tiles of one page hold `tile_entries`."""
+    return (entries + (tile_entries - 1) * min(pages, entries)) // tile_entries
 
 
 def _scratch(
@@ -174,15 +197,16 @@ def _scratch(
     union = cut.walk == UNION
     listed = tiles * kv_heads * cut.tile_rows * (topk or 0)
     by_page = cut.pass_rows > 0
-    entries = cut.pass_rows * kv_heads * (topk or 0)
-    items = entries // cut.item_rows + min(kv_heads * pages, entries)
+    head_entries = cut.pass_rows * (topk or 0)
+    tile_entries = PAGE_TILE_M // triton.next_power_of_2(q_heads // kv_heads)
+    tiled = kv_heads * _head_tiles(head_entries, tile_entries, pages)
     slots = row_count * q_heads * cut.splits
     page_slots = cut.pass_rows * q_heads * (topk or 0)
 
     def take(wanted: bool, count: int, dtype: torch.dtype) -> Tensor | None:
         return parts.take(count, dtype) if wanted else None
 
-    counts = take(by_page, kv_heads * pages + 2, i32)
+    counts = take(by_page, kv_heads * (pages + 1) + 1, i32)
     return _Scratch(
         partial=take(split, slots * head_dim, f32),
         partial_lse=take(split, slots, f32),
@@ -193,13 +217,20 @@ def _scratch(
         union_sizes=take(union, tiles * kv_heads * 2, i32),
         page_counts=counts,
         totals=None if counts is None else counts[kv_heads * pages :],
+        page_used=take(by_page, pages + 1, i32),
+        page_slots=take(by_page, pages, i32),
+        slot_pages=take(by_page, pages, i32),
         ranks=take(by_page, cut.pass_rows * kv_heads * triton.next_power_of_2(topk or 1), i32),
-        page_begins=take(by_page, kv_heads * pages, i32),
-        entries=take(by_page, entries, i32),
-        last_tokens=take(by_page, entries, i32),
-        item_pages=take(by_page, items, i32),
-        item_begins=take(by_page, items, i32),
-        item_sizes=take(by_page, items, i32),
+        page_tiles=take(by_page, kv_heads * pages, i32),
+        page_places=take(by_page, kv_heads * pages, i32),
+        page_sizes=take(by_page, kv_heads * pages, i32),
+        page_masked=take(by_page, kv_heads * pages, i32),
+        entries=take(by_page, tiled * tile_entries, i32),
+        last_tokens=take(by_page, tiled * tile_entries, i32),
+        tile_pages=take(by_page, tiled, i32),
+        tile_ends=take(by_page, tiled, i32),
+        tile_places=take(by_page, tiled, i32),
+        places=take(by_page, kv_heads * head_entries, i32),
         page_partial=take(by_page, page_slots * head_dim, torch.bfloat16),
         page_lse=take(by_page, page_slots, f32),
     )
@@ -285,30 +316,62 @@ def launch(
     group_pad = triton.next_power_of_2(group)
     topk = 0 if chosen is None else chosen.shape[-1]
     topk_pad = triton.next_power_of_2(max(topk, 1))
+    programs = PAGE_PROGRAMS * multiprocessors(q.device)
     chosen_strides = (0, 0) if chosen is None else (chosen.stride(0), chosen.stride(1))
     tiles = triton.cdiv(row_count, cut.tile_rows)
     log2_scale = scale * math.log2(math.e)
     merge_heads = math.gcd(group, 8 if cut.pass_rows else 4)
 
+    selection = (chosen, *chosen_strides, page_table, page_table.stride(0), rows.request, rows.position)
+
     def tokens_by_head(pool: Tensor) -> TensorDescriptor:
         return TensorDescriptor(
-            pool, [pages * BLOCK_TOKENS, kv_heads * head_dim], [pool.stride(1), 1], [cut.tokens, head_dim]
+            pool,
+            [pool.shape[0] * BLOCK_TOKENS, kv_heads * head_dim],
+            [pool.stride(1), 1],
+            [cut.tokens, head_dim],
         )
 
+    # What the union tiles read: with E4M3 pages a copy of the chosen ones in bfloat16, which lies where the
+    # page-major kernel writes afterwards. If there is no room for them all, that kernel takes all tiles.
+    tile_k, tile_v, page_slots, used_pages, slots = k, v, None, None, 0
+    if k.dtype == torch.float8_e4m3fn and cut.pass_rows and row_count >= WIDEN_FROM_ROWS:
+        width = kv_heads * head_dim
+        slots = min(pages, scratch.page_partial.numel() // (2 * BLOCK_TOKENS * width))
+        wide = scratch.page_partial[: 2 * slots * BLOCK_TOKENS * width]
+        tile_k, tile_v = wide.view(2, slots, BLOCK_TOKENS, kv_heads, head_dim).unbind()
+        page_slots, used_pages = scratch.page_slots, scratch.page_used[pages:]
+        scratch.page_used.zero_()
+        mark_pages[(programs,)](
+            *selection, scratch.page_used, row_count, KV_HEADS=kv_heads, TOPK=topk, TOPK_PAD=topk_pad,
+            TILE_ROWS=cut.tile_rows,
+        )  # fmt: skip
+        place_pages[(triton.cdiv(pages, LAYOUT_CHUNK),)](
+            scratch.page_used, page_slots, scratch.slot_pages, used_pages, pages, slots, CHUNK=LAYOUT_CHUNK,
+            **OVERLAP,
+        )  # fmt: skip
+        width_pad = triton.next_power_of_2(width)
+        widen_pages[(programs,)](
+            k, v, k.stride(1), scratch.slot_pages, used_pages, tile_k, tile_v, slots, WIDTH=width,
+            WIDTH_PAD=width_pad, PARTS=min(BLOCK_TOKENS, triton.cdiv(BLOCK_TOKENS * width_pad, 8192)),
+            **OVERLAP,
+        )  # fmt: skip
     if cut.walk == DENSE:
         plan_dense[(tiles,)](
             page_table, page_table.stride(0), rows.request, rows.position, scratch.shared_blocks, row_count,
             TILE_ROWS=cut.tile_rows, CHUNK=1024 // cut.tile_rows,
         )  # fmt: skip
     elif cut.walk == UNION:
+        tile_slots = cut.tile_rows * topk_pad
         plan_unions[(tiles, kv_heads)](
-            chosen, *chosen_strides, page_table, page_table.stride(0), rows.request, rows.position,
-            scratch.union_pages, scratch.union_blocks, scratch.union_members, scratch.union_sizes,
-            scratch.page_counts, kv_heads * pages + 2 if cut.pass_rows else 0, row_count,
-            TOPK=topk, TOPK_PAD=topk_pad, TILE_ROWS=cut.tile_rows, LONGEST_UNION=cut.longest_union,
+            *selection, scratch.union_pages, scratch.union_blocks, scratch.union_members,
+            scratch.union_sizes, scratch.page_counts, kv_heads * pages if cut.pass_rows else 0, page_slots,
+            used_pages, slots, row_count, TOPK=topk, TOPK_PAD=topk_pad, TILE_ROWS=cut.tile_rows,
+            COMPARED_ROWS=max(1, min(cut.tile_rows, 256 // tile_slots)), LONGEST_UNION=cut.longest_union,
+            num_warps=1 if tile_slots <= 64 else 4,
         )  # fmt: skip
     attend_tiles[(tiles * kv_heads * cut.splits,)](
-        q, q.stride(0), tokens_by_head(k), tokens_by_head(v), chosen, *chosen_strides,
+        q, q.stride(0), tokens_by_head(tile_k), tokens_by_head(tile_v), chosen, *chosen_strides,
         page_table, page_table.stride(0), rows.request, rows.position,
         scratch.union_pages, scratch.union_blocks, scratch.union_members, scratch.union_sizes,
         scratch.shared_blocks, out, out.stride(0), scratch.partial, scratch.partial_lse,
@@ -326,35 +389,40 @@ def launch(
     if not cut.pass_rows:
         return
 
-    selection = (chosen, *chosen_strides, page_table, page_table.stride(0), rows.request, rows.position)
-    programs = PAGE_PROGRAMS * multiprocessors(q.device)
+    fragments = not INTERPRETING and head_dim >= 64 and group % 2 == 0
+    fragments = fragments and q.stride(0) % 8 == 0 and q.data_ptr() % 16 == 0
+    tile_entries = PAGE_TILE_M // group_pad
+    head_tiles = _head_tiles(cut.pass_rows * topk, tile_entries, pages)
     for row_begin in range(0, row_count, cut.pass_rows):
         tile_begin = row_begin // cut.tile_rows
         tile_end = min(tile_begin + cut.pass_rows // cut.tile_rows, tiles)
         count_entries[(programs,)](
-            *selection, scratch.union_sizes, scratch.page_counts, scratch.ranks, tile_begin, tile_end,
-            row_count, pages, KV_HEADS=kv_heads, TOPK=topk, TOPK_PAD=topk_pad, TILE_ROWS=cut.tile_rows,
-            **OVERLAP,
+            *selection, scratch.union_sizes, scratch.page_counts, scratch.ranks, scratch.totals, tile_begin,
+            tile_end, row_count, pages, KV_HEADS=kv_heads, TOPK=topk, TOPK_PAD=topk_pad,
+            TILE_ROWS=cut.tile_rows, **OVERLAP,
         )  # fmt: skip
-        lay_out_pages[(triton.cdiv(kv_heads * pages, LAYOUT_CHUNK),)](
-            scratch.page_counts, scratch.page_begins, scratch.item_pages, scratch.item_begins,
-            scratch.item_sizes, scratch.totals, kv_heads * pages, ITEM_ROWS=cut.item_rows, CHUNK=LAYOUT_CHUNK,
+        lay_out_pages[(triton.cdiv(pages, LAYOUT_CHUNK), kv_heads)](
+            scratch.page_counts, scratch.page_tiles, scratch.page_places, scratch.page_sizes,
+            scratch.page_masked, scratch.totals, pages, TILE_ENTRIES=tile_entries, CHUNK=LAYOUT_CHUNK,
             **OVERLAP,
         )  # fmt: skip
         list_entries[(programs,)](
-            *selection, scratch.union_sizes, scratch.ranks, scratch.page_begins, scratch.entries,
-            scratch.last_tokens, scratch.page_lse, tile_begin, tile_end, row_count, pages, GROUP=group,
-            KV_HEADS=kv_heads, TOPK=topk, TOPK_PAD=topk_pad, TILE_ROWS=cut.tile_rows, **OVERLAP,
+            *selection, scratch.union_sizes, scratch.ranks, scratch.page_tiles, scratch.page_places,
+            scratch.page_sizes, scratch.page_masked, scratch.entries, scratch.last_tokens,
+            scratch.tile_pages, scratch.tile_ends, scratch.tile_places, scratch.places, tile_begin, tile_end,
+            row_count, pages, head_tiles, KV_HEADS=kv_heads, TOPK=topk, TOPK_PAD=topk_pad,
+            TILE_ROWS=cut.tile_rows, TILE_ENTRIES=tile_entries, **OVERLAP,
         )  # fmt: skip
-        attend_pages[(2 * multiprocessors(q.device),)](
-            q, q.stride(0), k, v, k.stride(1), scratch.entries, scratch.last_tokens, scratch.item_pages,
-            scratch.item_begins, scratch.item_sizes, scratch.totals, scratch.page_partial, scratch.page_lse,
-            row_begin, pages, log2_scale, GROUP=group, GROUP_PAD=group_pad, KV_HEADS=kv_heads,
-            HEAD_DIM=head_dim, TOPK=topk, TILE_M=cut.tile_m, ITEM_ROWS=cut.item_rows, DOT=DOT,
-            STAGES=3, num_warps=cut.warps, **OVERLAP,
+        attend_pages[(PAGE_RESIDENT * multiprocessors(q.device),)](
+            q, q.stride(0), k, v, k.stride(1), scratch.entries, scratch.last_tokens, scratch.tile_pages,
+            scratch.tile_ends, scratch.tile_places, scratch.page_masked, scratch.totals, scratch.page_partial,
+            scratch.page_lse, row_begin, pages, head_tiles, log2_scale, GROUP=group, GROUP_PAD=group_pad,
+            KV_HEADS=kv_heads, HEAD_DIM=head_dim, TILE_M=PAGE_TILE_M, DOT=DOT,
+            FRAGMENTS=fragments, num_warps=4, maxnreg=PAGE_REGISTERS, **OVERLAP,
         )  # fmt: skip
-        merge_pages[(programs,)](
-            scratch.page_partial, scratch.page_lse, scratch.union_sizes, scratch.totals, out, out.stride(0),
-            tile_begin, tile_end, row_count, GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, TOPK=topk,
-            TILE_ROWS=cut.tile_rows, MERGE_HEADS=merge_heads, num_warps=4, **OVERLAP,
+        merge_pages[(MERGE_PROGRAMS * multiprocessors(q.device),)](
+            scratch.page_partial, scratch.page_lse, scratch.places, scratch.union_sizes, scratch.totals, out,
+            out.stride(0), row_begin, min(row_begin + cut.pass_rows, row_count), GROUP=group,
+            KV_HEADS=kv_heads, HEAD_DIM=head_dim, TOPK=topk, TILE_ROWS=cut.tile_rows, MERGE_HEADS=merge_heads,
+            num_warps=4, maxnreg=MERGE_REGISTERS, **OVERLAP,
         )  # fmt: skip

@@ -32,7 +32,39 @@ LOWEST = tl.constexpr(-1.0e30)
 """Start of a running maximum of base-2 logits: below them all, and finite so that differences are numbers."""
 
 
-@triton.jit(do_not_specialize=["counter_total", "row_end"])
+@triton.jit
+def _entry_blocks(
+    chosen_at,
+    chosen_row_stride,
+    page_table,
+    table_stride,
+    row_request,
+    row_position,
+    row_end,
+    row,
+    slot,
+    TOPK: tl.constexpr,
+    UNUSED: tl.constexpr,
+):
+    """Page and block of each (row, slot), and whether its row sees it in part; page `UNUSED` without one."""
+    real = row < row_end
+    request = tl.load(row_request + row, mask=real, other=-1)
+    real = real & (request >= 0)
+    position = tl.load(row_position + row, mask=real, other=-1)
+    block = tl.load(
+        chosen_at + row.to(tl.int64) * chosen_row_stride + slot, mask=real & (slot < TOPK), other=-1
+    )
+    used = (block >= 0) & (block <= position // BLOCK)
+    page = tl.load(page_table + request.to(tl.int64) * table_stride + block, mask=used, other=UNUSED)
+    return page, block, block * BLOCK + BLOCK - 1 > position
+
+
+@triton.jit
+def _either(a, b):
+    return a | b
+
+
+@triton.jit(do_not_specialize=["counter_total", "slots", "row_end"])
 def plan_unions(
     chosen,
     chosen_head_stride,
@@ -47,17 +79,23 @@ def plan_unions(
     union_sizes,
     counters,
     counter_total,
+    page_slots,
+    used_pages,
+    slots,
     row_end,
     TOPK: tl.constexpr,
     TOPK_PAD: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    COMPARED_ROWS: tl.constexpr,
     LONGEST_UNION: tl.constexpr,
 ):
     """Union of the blocks of each (tile, kv head): pages, logical blocks and member rows (a bit per row).
 
     `union_sizes[tile, head]` holds how many blocks every chooser sees whole, and how many there are; -1 if
     there are more than `LONGEST_UNION`: such a tile is left to the page-major kernels, whose `counter_total`
-    counters are set to zero here.
+    counters are set to zero here. With `page_slots` the slots of the pages are written instead of the
+    pages, and when there are more `used_pages` than `slots`, every tile is left. Every entry is compared with
+    those of `COMPARED_ROWS` rows at a time.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -66,57 +104,40 @@ def plan_unions(
         for begin in range((tile * heads + head) * BLOCK, counter_total, tl.num_programs(0) * heads * BLOCK):
             counter = begin + tl.arange(0, BLOCK)
             tl.store(counters + counter, 0, mask=counter < counter_total)
-    WIDTH: tl.constexpr = TILE_ROWS * TOPK_PAD
-    entry = tl.arange(0, WIDTH)
+    entry = tl.arange(0, TILE_ROWS * TOPK_PAD)
     entry_row = entry // TOPK_PAD
-    slot = entry % TOPK_PAD
-    row = tile * TILE_ROWS + entry_row
-    real = row < row_end
-    request = tl.load(row_request + row, mask=real, other=-1)
-    real = real & (request >= 0)
-    position = tl.load(row_position + row, mask=real, other=-1)
+    first_row = tile * TILE_ROWS
     chosen_at = chosen + head.to(tl.int64) * chosen_head_stride
-    block = tl.load(
-        chosen_at + row.to(tl.int64) * chosen_row_stride + slot, mask=real & (slot < TOPK), other=-1
-    )
-    used = (block >= 0) & (block <= position // BLOCK)
-    page = tl.load(page_table + request.to(tl.int64) * table_stride + block, mask=used, other=-1)
-
-    members = tl.zeros([WIDTH], tl.int32)
-    earlier = tl.zeros([WIDTH], tl.int32)
-    all_whole = tl.full([WIDTH], 1, tl.int32)
-    other_slot = tl.arange(0, TOPK_PAD)
-    for other in tl.static_range(TILE_ROWS):
-        other_row = tile * TILE_ROWS + other
-        other_real = other_row < row_end
-        other_request = tl.load(row_request + other_row, mask=other_real, other=-1)
-        other_real = other_real & (other_request >= 0)
-        other_position = tl.load(row_position + other_row, mask=other_real, other=-1)
-        other_block = tl.load(
-            chosen_at + other_row.to(tl.int64) * chosen_row_stride + other_slot,
-            mask=other_real & (other_slot < TOPK),
-            other=-1,
-        )
-        other_used = (other_block >= 0) & (other_block <= other_position // BLOCK)
-        other_page = tl.load(
-            page_table + other_request.to(tl.int64) * table_stride + other_block, mask=other_used, other=-1
-        )
+    page, block, _ = _entry_blocks(
+        chosen_at, chosen_row_stride, page_table, table_stride, row_request, row_position, row_end,
+        first_row + entry_row, entry % TOPK_PAD, TOPK, -1,
+    )  # fmt: skip
+    used = page >= 0
+    members = tl.zeros([TILE_ROWS * TOPK_PAD], tl.int32)
+    in_part = tl.zeros([TILE_ROWS * TOPK_PAD], tl.int32)
+    for compared in tl.static_range(0, TILE_ROWS, COMPARED_ROWS):
+        other = tl.arange(0, COMPARED_ROWS * TOPK_PAD)
+        other_row = compared + other // TOPK_PAD
+        other_page, other_block, other_part = _entry_blocks(
+            chosen_at, chosen_row_stride, page_table, table_stride, row_request, row_position, row_end,
+            first_row + other_row, other % TOPK_PAD, TOPK, -2,
+        )  # fmt: skip
         same = (page[:, None] == other_page[None, :]) & (block[:, None] == other_block[None, :])
-        same = same & used[:, None] & other_used[None, :]
-        chose = tl.max(same.to(tl.int32), 1)
-        members |= chose << other
-        earlier |= chose & (other < entry_row).to(tl.int32)
-        other_whole = block * BLOCK + BLOCK - 1 <= other_position
-        all_whole &= (1 - chose) | other_whole.to(tl.int32)
+        members |= tl.reduce(tl.where(same, (1 << other_row)[None, :], 0), 1, _either)
+        in_part |= tl.reduce(tl.where(same, other_part.to(tl.int32)[None, :], 0), 1, _either)
 
-    first = used & (earlier == 0)
-    first_whole = (first & (all_whole != 0)).to(tl.int32)
-    first_part = (first & (all_whole == 0)).to(tl.int32)
+    first = used & ((members & ((1 << entry_row) - 1)) == 0)
+    first_whole = (first & (in_part == 0)).to(tl.int32)
+    first_part = (first & (in_part != 0)).to(tl.int32)
     whole_count = tl.sum(first_whole)
     total = whole_count + tl.sum(first_part)
     place = tl.where(first_whole != 0, tl.cumsum(first_whole) - 1, whole_count + tl.cumsum(first_part) - 1)
     item = tile.to(tl.int64) * heads + head
-    if total > LONGEST_UNION:
+    left = total > LONGEST_UNION
+    if page_slots is not None:
+        page = tl.load(page_slots + page, mask=first, other=0)
+        left = left | (tl.load(used_pages) > slots)
+    if left:
         whole_count = -1
         total = -1
     tl.store(union_sizes + item * 2, whole_count)
@@ -245,6 +266,12 @@ def attend_tiles(
     tile = (program // SPLITS) % tiles
     head = program // (SPLITS * tiles)
     STEPS: tl.constexpr = BLOCK // TOKENS
+    if WALK == UNION:
+        item = tile.to(tl.int64) * KV_HEADS + head
+        whole_count = tl.load(union_sizes + item * 2)
+        total = tl.load(union_sizes + item * 2 + 1)
+        if total < 0:
+            return
 
     m = tl.arange(0, TILE_M)
     m_row = m // GROUP_PAD
@@ -259,11 +286,6 @@ def attend_tiles(
     q_at = q + row.to(tl.int64)[:, None] * q_row_stride + (q_head * HEAD_DIM)[:, None] + dim[None, :]
     queries = tl.load(q_at, mask=(real & (m_head < GROUP))[:, None], other=0.0).to(DOT)
     if WALK == UNION:
-        item = tile.to(tl.int64) * KV_HEADS + head
-        whole_count = tl.load(union_sizes + item * 2)
-        total = tl.load(union_sizes + item * 2 + 1)
-        if total < 0:
-            return
         list_at = item * (TILE_ROWS * TOPK)
     elif WALK == ROW:
         slot = tl.arange(0, TOPK_PAD)
@@ -313,16 +335,28 @@ def attend_tiles(
 
     # Blocks that every member sees whole: no mask per token.
     unmasked_end = tl.minimum(end, whole_shared if WALK == DENSE else whole_count)
+    # Pages and members are loaded one step before they are needed: the loop's pipeline would wait for them.
+    next_page = 0
+    next_members = 0
+    if begin < unmasked_end:
+        if WALK == UNION:
+            next_page = tl.load(union_pages + list_at + begin)
+            next_members = tl.load(union_members + list_at + begin)
+        elif WALK == DENSE:
+            next_page = tl.load(page_table + lead * table_stride + begin)
     for step in tl.range(begin * STEPS, unmasked_end * STEPS, num_stages=STAGES):
         entry = step // STEPS
+        next_entry = tl.minimum((step + 1) // STEPS, unmasked_end - 1)
         member = real
+        page = next_page
         if WALK == UNION:
-            page = tl.load(union_pages + list_at + entry)
-            member = ((tl.load(union_members + list_at + entry) >> m_row) & 1) != 0
+            member = ((next_members >> m_row) & 1) != 0
+            next_page = tl.load(union_pages + list_at + next_entry)
+            next_members = tl.load(union_members + list_at + next_entry)
         elif WALK == ROW:
             page = tl.sum(tl.where(place == entry, ids_page, 0))
         else:
-            page = tl.load(page_table + lead * table_stride + entry)
+            next_page = tl.load(page_table + lead * table_stride + next_entry)
         token_at = page * BLOCK + (step - entry * STEPS) * TOKENS
         peak, weight, attended = _whole_step(
             queries, k, v, token_at, head * HEAD_DIM, member, peak, weight, attended, scale_log2,

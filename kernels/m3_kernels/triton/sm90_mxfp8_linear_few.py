@@ -44,19 +44,19 @@ class FewTile:
     steps: int
 
 
-FEW_TOKENS = 16
+FEW_TOKENS = 8
 """Up to so many tokens these products are the fastest ones; with more, loading tokens takes too long."""
 
 STEPS = 6
 """Chunks whose weights fit a warp's registers: with M3's weights all that it multiplies."""
 
 
-def few_tile(tokens: int, columns: int) -> FewTile:
-    """The division for so many tokens, at most FEW_TOKENS: so many warps along the columns that each has all
-    its weights in flight at once."""
+def few_tile(columns: int) -> FewTile:
+    """The division for up to FEW_TOKENS tokens: so many warps along the columns that each has all its weights
+    in flight at once."""
     chunks = triton.cdiv(columns, CHUNK)
     column_warps = min(16, max(2, triton.next_power_of_2(triton.cdiv(chunks, STEPS))))
-    return FewTile(16, max(1, 4 // column_warps), column_warps, 8 if tokens <= 8 else 16, STEPS)
+    return FewTile(16, max(1, 4 // column_warps), column_warps, FEW_TOKENS, STEPS)
 
 
 def multiply_few(x: Tensor, weight: Tensor, scale: Tensor, out: Tensor, tile: FewTile) -> None:

@@ -4,9 +4,9 @@ The plan's spans are cut into units of work: one page for one tile of columns, a
 head) pair. A fixed number of programs share the units evenly, each an unbroken run of them, so consecutive
 units mostly differ in the page alone: the tile's queries stay on the chip and the pages stream past.
 
-One arithmetic serves every phase: queries are the matrix unit's M side, in tiles of 64 or a multiple, the
-page's 128 keys its N side, and the whole head dimension is one product, so each product is the same sequence
-of m64n128k16 instructions whatever the tile.
+One arithmetic serves every phase: queries are the matrix unit's M side, in tiles of 64 or a multiple, a
+page's keys its N side, and the whole head dimension is one product, so each element is the same sum of
+products over 16 dimensions, whatever the tile.
 
 In a decode step a program has a page or two, and what precedes them is a chain of dependent loads: spans,
 page number, rows. An early launch walks that chain while its predecessor still runs, and reads index queries
@@ -111,6 +111,8 @@ def launch_scores(
         HEAD_DIM=head_dim,
         BLOCK_TOKENS=BLOCK_TOKENS,
         COLUMNS=launch.columns,
+        KEYS=launch.keys,
+        BLOCKS_PER_STORE=launch.blocks_per_store,
         SPANS=max(16, triton.next_power_of_2(spans)),
         STAGES=launch.stages,
         BY_PLACE=by_place,
@@ -133,10 +135,12 @@ class ScoreLaunch:
         columns: (row, index head) pairs per tile, a multiple of 64.
         programs_per_multiprocessor: programs resident at once.
         warps: per program; a warp group of four takes 64 columns at a time.
-        stages: pages in flight per program.
+        stages: loads in flight per program.
         registers: per thread, so that the programs fit.
         early: whether this launch and the selection after it are set up while their predecessors run.
         span_cost: pages that starting on another span counts as when work is shared out.
+        keys: of a page that are loaded and multiplied at a time.
+        blocks_per_store: scores of a row that are kept until their sector of the cache is full.
     """
 
     columns: int
@@ -144,25 +148,30 @@ class ScoreLaunch:
     warps: int
     stages: int
     registers: int
-    early: bool
-    span_cost: int
+    early: bool = False
+    span_cost: int = 0
+    keys: int = BLOCK_TOKENS
+    blocks_per_store: int = 1
 
 
 def pick_launch(row_count: int, request_count: int, heads: int) -> ScoreLaunch:
     """The launch for a number of rows and requests, by what an H200 was fastest with.
 
     Few columns for each request: small tiles, since a private tail fills no large one. Up to 256 in all the
-    launches are early; with thousands an early selection measured slower. Where a shared span takes several
-    tiles, programs that walk one tail after the other come last: a span's start then counts as three pages.
-    More columns: large tiles, two programs to a multiprocessor once there is work for them.
+    launches are early; with thousands an early selection measured slower. A program has a page or two then,
+    and three programs with half pages read them sooner than two with whole ones. More columns: large tiles,
+    since the L2 cache, and with long contexts memory, is read once per tile.
+
+    Starting on another span or tile counts as three pages where a span takes several tiles: programs that
+    walk one tail after the other would come last.
     """
     columns = row_count * heads
-    if columns <= 64 * request_count:
-        cost = 3 if 64 < columns <= 256 else 0
-        return ScoreLaunch(64, 2, warps=4, stages=3, registers=255, early=columns <= 256, span_cost=cost)
-    if columns <= 1024:
-        return ScoreLaunch(256, 1, warps=8, stages=3, registers=255, early=False, span_cost=0)
-    return ScoreLaunch(128, 2, warps=8, stages=2, registers=128, early=False, span_cost=0)
+    if columns > 64 * request_count:
+        return ScoreLaunch(256, 1, warps=16, stages=3, registers=128, span_cost=3, blocks_per_store=8)
+    if columns > 256:
+        return ScoreLaunch(64, 2, warps=4, stages=3, registers=255)
+    cost = 3 if columns > 64 else 0
+    return ScoreLaunch(64, 3, warps=4, stages=3, registers=168, early=True, span_cost=cost, keys=64)
 
 
 @triton.jit(
@@ -203,6 +212,8 @@ def _score_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCKS_PER_STORE: tl.constexpr,
     SPANS: tl.constexpr,
     STAGES: tl.constexpr,
     BY_PLACE: tl.constexpr,
@@ -231,9 +242,10 @@ def _score_kernel(
     unit_end = unit + share + (program < left_over).to(tl.int32)
 
     column_in_tile = tl.arange(0, COLUMNS)
-    token = tl.arange(0, BLOCK_TOKENS)
     dim = tl.arange(0, HEAD_DIM)
-    page_offsets = token[:, None] * HEAD_DIM + dim[None, :]
+    key = tl.arange(0, KEYS)
+    key_offsets = key[:, None] * HEAD_DIM + dim[None, :]
+    among = tl.arange(0, BLOCKS_PER_STORE)
     while unit < unit_end:
         passed = units_through <= unit
         here = tl.sum(passed.to(tl.int32))
@@ -277,20 +289,35 @@ def _score_kernel(
             gdc_wait()
             gdc_launch_dependents()
         q = tl.load(q_rows[:, None] + dim[None, :], mask=real[:, None], other=0.0)
-        for b in tl.range(block, block_end, num_stages=STAGES):
-            k = tl.load(k_ptr + page.to(tl.int64) * page_stride + page_offsets)
-            page = tl.load(pages + b + 1, mask=b + 1 < block_end, other=0)
+        PARTS: tl.constexpr = BLOCK_TOKENS // KEYS
+        so_far = tl.full([COLUMNS], float("-inf"), tl.float32)
+        kept = tl.full([COLUMNS, BLOCKS_PER_STORE], float("-inf"), tl.float32)
+        for step in tl.range(block * PARTS, block_end * PARTS, num_stages=STAGES):
+            b = step // PARTS
+            part = step % PARTS
+            k = tl.load(k_ptr + page.to(tl.int64) * page_stride + part * (KEYS * HEAD_DIM) + key_offsets)
+            page = tl.load(pages + (step + 1) // PARTS, mask=step + 1 < block_end * PARTS, other=0)
             if INTERPRETED:
                 products = tl.dot(q.to(tl.float32), k.to(tl.float32).T, input_precision="ieee")
             else:
                 products = tl.dot(q, k.to(tl.bfloat16).T)
             if b >= first_masked:
-                visible = token[None, :] <= (position - b * BLOCK_TOKENS)[:, None]
+                visible = key[None, :] <= (position - step * KEYS)[:, None]
                 products = tl.where(visible, products, float("-inf"))
             # The maximum passes over NaN unless there is nothing else.
             best = tl.max(products, 1)
             best = tl.where(best == best, best, float("-inf"))
-            tl.store(out_rows + b, best, mask=b <= own_block)
+            if PARTS > 1:
+                best = tl.maximum(best, so_far)
+                so_far = tl.where(part == PARTS - 1, float("-inf"), best)
+            if BLOCKS_PER_STORE > 1:
+                kept = tl.where((among == b % BLOCKS_PER_STORE)[None, :], best[:, None], kept)
+                if (b % BLOCKS_PER_STORE == BLOCKS_PER_STORE - 1) | (b + 1 == block_end):
+                    done = b // BLOCKS_PER_STORE * BLOCKS_PER_STORE + among
+                    own = ((done >= block) & (done <= b))[None, :] & (done[None, :] <= own_block[:, None])
+                    tl.store(out_rows[:, None] + done[None, :], kept, mask=own)
+            elif part == PARTS - 1:
+                tl.store(out_rows + b, best, mask=b <= own_block)
     if EARLY:
         # Also a program without work ends after the predecessor, so that the selection can count on its end.
         gdc_wait()

@@ -6,6 +6,10 @@ running count put the chosen ids in order.
 
 A lane holds a few neighbouring blocks in each of several rounds over the row, `[lanes, rounds, neighbours]`,
 so that all but one step of every count stays within a lane, and the counts of all rounds fit one integer.
+
+A wide row is chosen from twice: first the topk groups of neighbouring blocks whose maxima are largest, then
+the topk blocks of those. None of the best blocks is in another group: topk groups come before that one, by
+their maximum or, of equal ones, by their place, and the best block of each comes before its best.
 """
 
 from __future__ import annotations
@@ -24,7 +28,13 @@ MOST_CHOSEN = 255
 """Blocks of a row that can be chosen: the kernel counts them in eight bits."""
 
 MAX_BLOCKS = 1 << 15
-"""Blocks of a row that a program's registers can hold: 4 million tokens."""
+"""Blocks of a row for which the kernel is compiled: 4 million tokens."""
+
+WIDEST_DIRECT = 1024
+"""Blocks that are chosen from at once: one warp's registers hold them. A wider row takes groups first."""
+
+GROUPS, WARPS = 512, 4
+"""Groups that a wide row is divided into, and warps for it."""
 
 
 def select_blocks(
@@ -118,6 +128,8 @@ def launch_selection(
         BY_PLACE=by_place,
         EARLY=early and not INTERPRETING,
         LANES=min(32 * warps, narrow),
+        DIRECT=WIDEST_DIRECT,
+        GROUPS=GROUPS,
         num_warps=warps,
         **early_launch(early),
     )
@@ -126,13 +138,14 @@ def launch_selection(
 def pick_widths(table_blocks: int, topk: int) -> tuple[int, int, int, int]:
     """(narrow, middle, wide, warps): widths in blocks that rows are handled at, and warps per (row, head).
 
-    A row takes the least width that holds it: a wide page table does not slow short requests. Measured on an
-    H200: one warp is fastest until its registers no longer hold a row.
+    A row takes the least width that holds it, so that a wide page table slows short requests little. Measured
+    on an H200: one warp is fastest while its registers hold a row; for wider ones 4 warps are as fast as 8 in
+    a decode step, and faster with many rows.
     """
     wide = triton.next_power_of_2(max(16, topk, table_blocks))
-    if wide <= 1024:
+    if wide <= WIDEST_DIRECT:
         return min(wide, 512), wide, wide, 1
-    return 1024, min(wide, 4096), wide, min(16, max(4, wide // 2048))
+    return WIDEST_DIRECT, min(wide, 4096), wide, WARPS
 
 
 @triton.jit(
@@ -162,6 +175,8 @@ def _select_kernel(
     BY_PLACE: tl.constexpr,
     EARLY: tl.constexpr,
     LANES: tl.constexpr,
+    DIRECT: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     number = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
@@ -182,10 +197,26 @@ def _select_kernel(
     if own >= TOPK:
         if own < NARROW:
             _select_row(scores_ptr, out_ptr, own, TOPK, INIT_BLOCKS, LOCAL_BLOCKS, NARROW, VECTOR, LANES)
-        elif MIDDLE > NARROW and own < MIDDLE:
-            _select_row(scores_ptr, out_ptr, own, TOPK, INIT_BLOCKS, LOCAL_BLOCKS, MIDDLE, VECTOR, LANES)
-        elif WIDE > MIDDLE:
+        elif WIDE > NARROW and WIDE <= DIRECT:
             _select_row(scores_ptr, out_ptr, own, TOPK, INIT_BLOCKS, LOCAL_BLOCKS, WIDE, VECTOR, LANES)
+        elif MIDDLE > NARROW and own < MIDDLE:
+            _select_wide_row(
+                scores_ptr,
+                out_ptr,
+                own,
+                TOPK,
+                INIT_BLOCKS,
+                LOCAL_BLOCKS,
+                SLOTS,
+                MIDDLE,
+                VECTOR,
+                LANES,
+                GROUPS,
+            )
+        elif WIDE > MIDDLE:
+            _select_wide_row(
+                scores_ptr, out_ptr, own, TOPK, INIT_BLOCKS, LOCAL_BLOCKS, SLOTS, WIDE, VECTOR, LANES, GROUPS
+            )
 
 
 @triton.jit
@@ -202,26 +233,17 @@ def _select_row(
 ):
     """Write the TOPK chosen of the blocks 0 .. own, of which there are more than TOPK and at most WIDTH."""
     FORCED: tl.constexpr = 2147483647
-    # Below the integer of -inf, above that of an invisible block.
-    NAN: tl.constexpr = -2139095042
     INVISIBLE: tl.constexpr = -2147483648
     ROUNDS: tl.constexpr = min(8, max(1, WIDTH // (LANES * 4)))
     NEIGHBOURS: tl.constexpr = WIDTH // (LANES * ROUNDS)
-    # A round's count in its own bits of an integer: at most TOPK blocks are chosen in all.
-    COUNT_BITS: tl.constexpr = 8
-    tl.static_assert(TOPK < 1 << COUNT_BITS)
     lane = tl.arange(0, LANES)[:, None, None]
     turn = tl.arange(0, ROUNDS)[None, :, None]
     block = (turn * LANES + lane) * NEIGHBOURS + tl.arange(0, NEIGHBOURS)[None, None, :]
     visible = block <= own
     score = tl.load(scores_ptr + block, mask=block < (own // VECTOR + 1) * VECTOR, other=0.0)
-    bits = (score + 0.0).to(tl.int32, bitcast=True)  # the sum makes -0.0 equal to 0.0
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = tl.where(score == score, key, NAN)
-    key = tl.where(visible, key, INVISIBLE)
-
+    key = tl.where(visible, _key(score), INVISIBLE)
     # At least TOPK keys reach `low`: every lane has one. Fewer exceed `high`: the forced ones at most, whose
-    # own scores would only widen the search. The sum of the two may overflow, their mean not.
+    # own scores would only widen the search.
     high = FORCED
     if INIT_BLOCKS + LOCAL_BLOCKS < TOPK:
         high = tl.max(tl.max(tl.max(key, 2), 1))
@@ -231,26 +253,158 @@ def _select_row(
     low = INVISIBLE
     if TOPK <= LANES:
         low = tl.min(tl.max(tl.max(key, 2), 1))
-    at_low = WIDTH
-    while low < high:
-        middle = (low | high) - ((low ^ high) >> 1)
-        reach = tl.sum((key >= middle).to(tl.int32))
-        high = tl.where(reach > TOPK, high, tl.where(reach == TOPK, middle, middle - 1))
-        at_low = tl.where(reach >= TOPK, reach, at_low)
-        low = tl.where(reach >= TOPK, middle, low)
+    _write_largest(
+        key, block, out_ptr, low, high, TOPK, WIDTH - 1, WIDTH, ROUNDS, NEIGHBOURS, False, LANES > 32
+    )
 
-    # Blocks on the bound count up to this id; a second bisection finds it where not all of them fit.
-    last = WIDTH - 1
+
+@triton.jit
+def _select_wide_row(
+    scores_ptr,
+    out_ptr,
+    own,
+    TOPK: tl.constexpr,
+    INIT_BLOCKS: tl.constexpr,
+    LOCAL_BLOCKS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VECTOR: tl.constexpr,
+    LANES: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """`_select_row` by way of the chosen groups, whose numbers are in the row's output meanwhile."""
+    FORCED: tl.constexpr = 2147483647
+    INVISIBLE: tl.constexpr = -2147483648
+    SIZE: tl.constexpr = WIDTH // GROUPS
+    TURNS: tl.constexpr = GROUPS // LANES
+    lane = tl.arange(0, LANES)[:, None]
+    group = tl.arange(0, TURNS)[None, :] * LANES + lane
+    first = group * SIZE
+    # All loads of a lane in one tensor, so that they are in flight together.
+    within = tl.arange(0, SIZE // 4)[None, None, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
+    block = first[:, :, None, None] + within
+    score = tl.load(scores_ptr + block, mask=block < (own // VECTOR + 1) * VECTOR, other=float("nan"))
+    # The maximum passes over NaN unless there is nothing else.
+    best = tl.max(tl.max(tl.where(block <= own, score, float("nan")), 3), 2)
+    key = tl.where(first <= own, _key(best), INVISIBLE)
+    high = FORCED
+    if INIT_BLOCKS + LOCAL_BLOCKS < TOPK:
+        high = tl.max(tl.max(key, 1))
+    if INIT_BLOCKS > 0:
+        key = tl.where(first < INIT_BLOCKS, FORCED, key)
+    if LOCAL_BLOCKS > 0:
+        # The group's last visible block is one of the row's last.
+        key = tl.where((first <= own) & (first + SIZE > own - LOCAL_BLOCKS + 1), FORCED, key)
+    low = INVISIBLE
+    if TOPK <= LANES:
+        low = tl.min(tl.max(key, 1))
+    key, group = key[:, :, None], group[:, :, None]
+    low = _write_largest(
+        key, group, out_ptr, low, high, TOPK, GROUPS - 1, GROUPS, TURNS, 1, False, LANES > 32
+    )
+    tl.debug_barrier()
+
+    # At least TOPK blocks of the chosen groups reach `low` again: the best of each.
+    CANDIDATES: tl.constexpr = SLOTS * SIZE
+    HOLDERS: tl.constexpr = min(LANES, CANDIDATES)
+    ROUNDS: tl.constexpr = min(8, max(1, CANDIDATES // (HOLDERS * 4)))
+    NEIGHBOURS: tl.constexpr = CANDIDATES // (HOLDERS * ROUNDS)
+    holder = tl.arange(0, HOLDERS)[:, None, None]
+    turn = tl.arange(0, ROUNDS)[None, :, None]
+    candidate = (turn * HOLDERS + holder) * NEIGHBOURS + tl.arange(0, NEIGHBOURS)[None, None, :]
+    real = candidate < TOPK * SIZE
+    block = tl.load(out_ptr + candidate // SIZE, mask=real, other=0) * SIZE + candidate % SIZE
+    visible = real & (block <= own)
+    score = tl.load(scores_ptr + block, mask=visible, other=0.0)
+    # The groups have been read: their places are for the blocks now.
+    tl.debug_barrier()
+    key = tl.where(visible, _key(score), INVISIBLE)
+    if INIT_BLOCKS > 0:
+        key = tl.where(visible & (block < INIT_BLOCKS), FORCED, key)
+    key = tl.where(visible & (block > own - LOCAL_BLOCKS), FORCED, key)
+    _write_largest(
+        key, block, out_ptr, low, high, TOPK, WIDTH - 1, CANDIDATES, ROUNDS, NEIGHBOURS, True, LANES > 32
+    )
+
+
+@triton.jit
+def _key(score):
+    """An integer of the same order: NaN lower than -inf, and above an invisible block's."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)  # the sum makes -0.0 equal to 0.0
+    return tl.where(score == score, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2139095042)
+
+
+@triton.jit
+def _mean(low, high):
+    """The mean of two integers, rounded up: their sum may overflow, their mean not."""
+    return (low | high) - ((low ^ high) >> 1)
+
+
+@triton.jit
+def _write_largest(
+    key,
+    number,
+    out_ptr,
+    low,
+    high,
+    TOPK: tl.constexpr,
+    LARGEST: tl.constexpr,
+    COUNT: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+    NEAR_LOW: tl.constexpr,
+    SEVERAL_WARPS: tl.constexpr,
+):
+    """Write the ascending numbers of the TOPK largest of COUNT keys, of equal ones those of least number.
+
+    Args:
+        key, number: `[lanes, ROUNDS, NEIGHBOURS]`; numbers ascend with round, lane and neighbour, and are at
+            most LARGEST.
+        low: at least TOPK keys reach it.
+        high: fewer than TOPK exceed it.
+        NEAR_LOW: the bound is probably close to `low`.
+        SEVERAL_WARPS: hold the keys.
+
+    Returns:
+        The bound that was found; at least TOPK keys reach it.
+    """
+    # A round's count in its own bits of an integer: at most TOPK are chosen in all.
+    COUNT_BITS: tl.constexpr = 8
+    tl.static_assert(TOPK < 1 << COUNT_BITS and COUNT < 1 << 15)
+    at_low = COUNT
+    while low < high:
+        upper = _mean(low, high)
+        if NEAR_LOW:
+            upper = _mean(low, upper)
+        if SEVERAL_WARPS:
+            # Counting takes a warp less time than waiting for the others: two counts at a time.
+            lower = _mean(low, upper)
+            if NEAR_LOW:
+                lower = _mean(low, lower)
+            both = tl.sum((key >= lower).to(tl.int32) + ((key >= upper).to(tl.int32) << 16))
+            many = both & 0xFFFF
+            few = both >> 16
+        else:
+            lower = upper
+            few = tl.sum((key >= upper).to(tl.int32))
+            many = few
+        at_low = tl.where(few >= TOPK, few, tl.where(many >= TOPK, many, at_low))
+        above = tl.where(many == TOPK, lower, tl.where(many > TOPK, upper - 1, lower - 1))
+        high = tl.where(few > TOPK, high, tl.where(few == TOPK, upper, above))
+        low = tl.where(few >= TOPK, upper, tl.where(many >= TOPK, lower, low))
+
+    # Those on the bound count up to this number; a second bisection finds it where not all of them fit.
+    last = LARGEST
     if at_low > TOPK:
         first = 0
         while first < last:
             middle = (first + last) // 2
-            reach = tl.sum(((key > low) | ((key == low) & (block <= middle))).to(tl.int32))
+            reach = tl.sum(((key > low) | ((key == low) & (number <= middle))).to(tl.int32))
             last = tl.where(reach >= TOPK, middle, last)
             first = tl.where(reach >= TOPK, first, middle + 1)
-    chosen = ((key > low) | ((key == low) & (block <= last))).to(tl.int32)
+    chosen = ((key > low) | ((key == low) & (number <= last))).to(tl.int32)
 
-    # A block's rank: the chosen of earlier rounds, of this round's earlier lanes, and earlier in the lane.
+    # A rank: the chosen of earlier rounds, of this round's earlier lanes, and earlier in the lane.
     COUNTS: tl.constexpr = tl.int32 if ROUNDS * COUNT_BITS <= 32 else tl.int64
     place = tl.arange(0, ROUNDS)[None, :] * COUNT_BITS
     counts = tl.sum(tl.sum(chosen, 2).to(COUNTS) << place, 1)
@@ -260,6 +414,8 @@ def _select_row(
     if ROUNDS > 4:
         earlier += earlier << 4 * COUNT_BITS
     earlier = (earlier << COUNT_BITS) + tl.cumsum(counts, 0) - counts
-    rank = ((earlier[:, None] >> place) & ((1 << COUNT_BITS) - 1)).to(tl.int32)
-    rank = rank[:, :, None] + tl.cumsum(chosen, 2) - chosen
-    tl.store(out_ptr + rank, block, mask=chosen != 0)
+    rank = ((earlier[:, None] >> place) & ((1 << COUNT_BITS) - 1)).to(tl.int32)[:, :, None]
+    if NEIGHBOURS > 1:
+        rank += tl.cumsum(chosen, 2) - chosen
+    tl.store(out_ptr + rank, number, mask=chosen != 0)
+    return low
