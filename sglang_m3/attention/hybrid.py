@@ -18,8 +18,9 @@ from sglang_m3.attention.step import Step
 MOST_WHOLE_ROWS = 1024
 """Rows of a prefill graph that holds the dense layers' attention whatever the dense backend.
 
-A graph that breaks at them waits for the host between short pieces, about 4 ms a step. The plugin's operator
-takes about a tenth longer than FA3, which with so many rows is less, up to a million tokens of context.
+A graph that breaks at them waits for the host between short pieces, 4 to 5 ms a step in docs/results/profile.
+Per row the plugin's operator took about 1.3 times as long as FA3 there, in runs of their own: 0.4 ms of three
+layers at 1,024 rows and 60,000 cached tokens, as much as the waits at some 650,000.
 """
 
 
