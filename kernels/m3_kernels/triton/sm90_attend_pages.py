@@ -242,45 +242,17 @@ def _pairs(words):
 
 
 @triton.jit
-def _store_fragments(at, values):
-    """Two pieces of 16 bytes per 16 values, unless the address is 0; nobody reads them before the merge.
-
-    Lanes with an even row and with the odd one after it exchange pieces: the eight of them write 128 bytes of
-    the even row, then of the odd one, half as many requests as for 64 bytes of each. `at`: where the lane
-    writes in the even row at even columns, and in the odd one at odd columns.
-    """
+def _store_fragments(at, values, wanted):
+    """16 bytes to each of a thread's two rows per 16 values; nobody reads them before the merge."""
     tl.inline_asm_elementwise(
-        "{ .reg .pred odd, wanted; .reg .b32 x, a0, a1, a2, a3, b0, b1, b2, b3;"
-        " mov.u32 x, %laneid; and.b32 x, x, 4; setp.ne.u32 odd, x, 0;"
-        " selp.b32 x, $40, $48, odd; shfl.sync.bfly.b32 x, x, 4, 31, -1;"
-        " selp.b32 a0, x, $40, odd; selp.b32 b0, $48, x, odd;"
-        " selp.b32 x, $42, $50, odd; shfl.sync.bfly.b32 x, x, 4, 31, -1;"
-        " selp.b32 a1, x, $42, odd; selp.b32 b1, $50, x, odd;"
-        " selp.b32 x, $44, $52, odd; shfl.sync.bfly.b32 x, x, 4, 31, -1;"
-        " selp.b32 a2, x, $44, odd; selp.b32 b2, $52, x, odd;"
-        " selp.b32 x, $46, $54, odd; shfl.sync.bfly.b32 x, x, 4, 31, -1;"
-        " selp.b32 a3, x, $46, odd; selp.b32 b3, $54, x, odd;"
-        " setp.ne.s64 wanted, $8, 0;"
-        " @wanted st.global.cs.v4.b32 [$8], {a0, a1, a2, a3};"
-        " @wanted st.global.cs.v4.b32 [$9], {b0, b1, b2, b3};"
-        " selp.b32 x, $41, $49, odd; shfl.sync.bfly.b32 x, x, 4, 31, -1;"
-        " selp.b32 a0, x, $41, odd; selp.b32 b0, $49, x, odd;"
-        " selp.b32 x, $43, $51, odd; shfl.sync.bfly.b32 x, x, 4, 31, -1;"
-        " selp.b32 a1, x, $43, odd; selp.b32 b1, $51, x, odd;"
-        " selp.b32 x, $45, $53, odd; shfl.sync.bfly.b32 x, x, 4, 31, -1;"
-        " selp.b32 a2, x, $45, odd; selp.b32 b2, $53, x, odd;"
-        " selp.b32 x, $47, $55, odd; shfl.sync.bfly.b32 x, x, 4, 31, -1;"
-        " selp.b32 a3, x, $47, odd; selp.b32 b3, $55, x, odd;"
-        " setp.ne.s64 wanted, $10, 0;"
-        " @wanted st.global.cs.v4.b32 [$10], {a0, a1, a2, a3};"
-        " @wanted st.global.cs.v4.b32 [$11], {b0, b1, b2, b3};"
-        " }",
-        "=r,=r,=r,=r,=r,=r,=r,=r,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,"
-        "r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
-        [at, values],
+        "{ .reg .pred p, r; setp.ne.b32 p, $28, 0; setp.ne.b32 r, $30, 0;"
+        " @p st.global.cs.v4.b32 [$4], {$20, $22, $24, $26};"
+        " @r st.global.cs.v4.b32 [$6], {$21, $23, $25, $27}; }",
+        "=r,=r,=r,=r,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r,r",
+        [at.to(tl.int64), values, wanted],
         dtype=tl.int8,
         is_pure=False,
-        pack=32,
+        pack=16,
     )
 
 
@@ -429,11 +401,11 @@ def attend_pages(
                     lse = peak + tl.log2(weight)
                     if FRAGMENTS:
                         _store_rows(partial_lse + slot_at, lse, wanted.to(tl.int32))
-                        pair_at = (partial + (slot_at - m % 2) * HEAD_DIM).to(tl.int64, bitcast=True)
-                        pair_at = tl.where(wanted, pair_at + m % 2 * 64, 0)
-                        piece_at = dim // 64 * 128 + dim % 8 // 2 * 16 + dim % 2 * (2 * HEAD_DIM)
-                        piece_at = tl.where(pair_at[:, None] != 0, piece_at[None, :], 0)
-                        _store_fragments(pair_at[:, None] + piece_at, result.to(tl.bfloat16))
+                        _store_fragments(
+                            (partial + slot_at * HEAD_DIM)[:, None] + dim_at[None, :],
+                            result.to(tl.bfloat16),
+                            tl.broadcast_to(wanted.to(tl.int32)[:, None], [TILE_M, HEAD_DIM]),
+                        )
                     else:
                         tl.store(partial_lse + slot_at, lse, mask=wanted)
                         partial_at = (partial + slot_at * HEAD_DIM)[:, None] + dim_at[None, :]
