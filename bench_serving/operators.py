@@ -12,15 +12,18 @@ import functools
 import importlib.util
 import itertools
 import json
-from collections.abc import Callable, Iterator
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
 
-from bench_serving.machine import machine
+from bench_serving.forked import run_forked
+from bench_serving.machine import gpus, machine
 from sglang_m3.hardware import target
 
 
@@ -215,16 +218,34 @@ def unavailable(family: str) -> str | None:
     return None
 
 
-def run(families: list[str], only: str) -> Iterator[Timing]:
-    """Timings of the cases whose names contain `only`; a family that cannot run is one row that says why."""
+def compile_ahead(families: list[str], only: str, processes: int, seconds: float) -> dict[str, str]:
+    """Run every case once in forked processes, side by side: kernels are compiled by then.
+
+    This process must not have used its GPU yet.
+
+    Returns:
+        By case, why it cannot be timed; cases that can are not in it.
+    """
+    cases = [case for family in families for case in FAMILIES[family]() if only in case[0]]
+    outcomes = run_forked([timed for _, timed in cases], processes, seconds)
+    return {name: reason for (name, _), reason in zip(cases, outcomes, strict=True) if reason}
+
+
+def run(
+    families: list[str], only: str, left_out: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Timing]:
+    """Timings of the cases whose names contain `only`. A family that cannot run is one row that says why, and
+    so is a case in `left_out`, by its name."""
     for family in families:
         reason = unavailable(family)
         if reason is not None:
             yield Timing(family, "all cases", None, None, None, f"skipped: {reason}")
             continue
-        for name, time in FAMILIES[family]():
-            if only in name:
-                yield time()
+        for name, timed in FAMILIES[family]():
+            if name in left_out:
+                yield Timing(family, name, None, None, None, f"skipped: {left_out[name]}")
+            elif only in name:
+                yield timed()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -236,14 +257,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--families", nargs="+", choices=sorted(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--only", default="", help="cases whose name contains this, such as 'decode'")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that compile kernels")
+    parser.add_argument("--compile-seconds", type=float, default=300, help="the limit for that")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so many")
     chosen = parser.parse_args(arguments)
+    begin = time.monotonic()
+    left_out = {}
+    if gpus():
+        limit = min(chosen.compile_seconds, chosen.seconds)
+        left_out = compile_ahead(chosen.families, chosen.only, chosen.processes, limit)
     torch.manual_seed(0)
-    print(f"Machine: {machine()}.\n\n{HEADER}")
-    for timing in run(chosen.families, chosen.only):
+    print(f"Machine: {machine()}.\n\n{HEADER}", flush=True)
+    for timing in run(chosen.families, chosen.only, left_out):
         print(timing.line(), flush=True)
         if chosen.out is not None:
             with chosen.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"machine": machine(), **asdict(timing)}) + "\n")
+        if time.monotonic() - begin > chosen.seconds:
+            print(f"out of time after {timing.case}")
+            break
     return 0
 
 

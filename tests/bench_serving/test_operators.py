@@ -46,6 +46,27 @@ def test_only_the_cases_that_were_asked_for_are_timed(monkeypatch: pytest.Monkey
     assert rows[0].line() == "| f | decode, 1 | 25.0 | 10.0 | 2.50x | 4.0 | 40% |  |"
 
 
+def test_a_case_that_does_not_compile_is_a_row_with_the_reason_and_the_others_are_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def case(name: str):
+        def time() -> Timing:
+            if name == "broken":
+                raise RuntimeError("out of registers")
+            return Timing("f", name, 10.0, 25.0, 4.0)
+
+        return name, time
+
+    monkeypatch.setattr(operators, "unavailable", lambda family: None)
+    monkeypatch.setitem(operators.FAMILIES, "f", lambda: map(case, ("decode", "broken", "extend")))
+    left_out = operators.compile_ahead(["f"], "", processes=2, seconds=30)
+    assert left_out == {"broken": "RuntimeError: out of registers"}
+    rows = {row.case: row for row in operators.run(["f"], "", left_out)}
+    assert rows["broken"].note == "skipped: RuntimeError: out of registers"
+    assert rows["broken"].ours_us is None
+    assert [rows[name].ours_us for name in ("decode", "extend")] == [10.0, 10.0]
+
+
 @pytest.mark.parametrize("family", sorted(operators.FAMILIES))
 def test_a_family_lists_its_cases_without_a_gpu(family: str) -> None:
     names = [name for name, _ in operators.FAMILIES[family]()]

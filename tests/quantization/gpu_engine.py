@@ -1,9 +1,12 @@
-"""On a Hopper GPU: an MXFP8 checkpoint served by the plugin, in both layouts, against transformers.
+"""On a Hopper GPU: an MXFP8 checkpoint served by the plugin, in both layouts, against transformers, and the
+BF16 checkpoint that it was made of, quantised while loading.
 
     python -m tests.quantization.gpu_engine [REQUESTS]
 
 Builds a seeded MXFP8 checkpoint with M3's head sizes, serves it with CUDA graphs in `fast` and in `exact` at
 the same time, and compares log-probabilities with those of transformers' own model, dequantised, in float32.
+The BF16 checkpoint is served with `--quantization mxfp8` in `fast`: its weights are the same bytes, so what
+differs from `fast` is how the scheduler put requests into steps.
 `REQUESTS` (4) run at once, so that many tokens are in a decode step, on which the choice of kernels depends.
 """
 
@@ -15,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,9 @@ PROMPT_TOKENS, NEW_TOKENS = 3000, 24
 REQUESTS = int(sys.argv[1]) if len(sys.argv) > 1 else 4
 APART_TOKENS = 700
 """Between the places where the prompts of two requests begin."""
+LOADED = "quantised while loading"
+LARGEST_MEAN_ERROR = 0.06
+"""Of log-probabilities, in nats: BF16's own on this model (`tests.serving.gpu_engine`)."""
 FLAGS = {
     "dtype": "bfloat16",
     "chunked_prefill_size": 2048,
@@ -58,7 +65,8 @@ def serve() -> dict[str, Any]:
     import sglang
 
     begin = time.monotonic()
-    engine = sglang.Engine(model_path=os.environ["M3_CHECKPOINT"], **FLAGS)
+    flags = FLAGS | json.loads(os.environ["M3_FLAGS"])
+    engine = sglang.Engine(model_path=os.environ["M3_CHECKPOINT"], **flags)
     ready = time.monotonic()
     request = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     answers = engine.generate(input_ids=prompts(), sampling_params=request, return_logprob=True)
@@ -73,12 +81,13 @@ def serve() -> dict[str, Any]:
     }
 
 
-def compare(results: dict[str, Any], numbers: Path) -> None:
-    """Print the errors of every layout's log-probabilities."""
+def compare(results: dict[str, Any], numbers: Path) -> dict[str, float]:
+    """Print the errors of every layout's log-probabilities; returns their means."""
     from tests import oracle
 
     model = oracle.load_oracle(numbers).to("cuda")
     torch.set_default_device("cuda")
+    means = {}
     for name, result in results.items():
         errors = []
         for ids, tokens, logprobs in zip(prompts(), result["tokens"], result["logprobs"]):
@@ -86,13 +95,15 @@ def compare(results: dict[str, Any], numbers: Path) -> None:
             want = run.logprobs[len(ids) - 1 :].gather(1, torch.tensor(tokens)[:, None])[:, 0]
             errors.append((want - torch.tensor(logprobs)).abs())
         error = torch.cat(errors)
+        means[name] = float(error.mean())
         print(
             f"{name}: started in {result['start_seconds']} s, log-probability error over "
-            f"{error.numel()} tokens: mean {float(error.mean()):.4f}, median {float(error.median()):.4f}, "
+            f"{error.numel()} tokens: mean {means[name]:.4f}, median {float(error.median()):.4f}, "
             f"largest {float(error.max()):.4f}; kernels first met while serving: "
             f"{', '.join(result['kernels_first_met_while_serving']) or 'none'}",
             flush=True,
         )
+    return means
 
 
 def main() -> None:
@@ -110,19 +121,30 @@ def main() -> None:
         head_dim=128,
         topk_blocks=16,
         expert_intermediate=256,
-        quantize="mxfp8",
     )
-    checkpoint = build(scratch / "m3", shape)
+    plain = build(scratch / "plain", shape)
+    checkpoint = build(scratch / "m3", replace(shape, quantize="mxfp8"))
     numbers = edited(checkpoint, scratch / "numbers", dequantise, declared=False)
     command = [sys.executable, "-m", "tests.quantization.gpu_engine", str(REQUESTS)]
     running = {}
-    for name in ("fast", "exact"):
+    quantised: dict[str, str] = {}
+    for name, layout, served, flags in (
+        ("fast", "fast", checkpoint, quantised),
+        ("exact", "exact", checkpoint, quantised),
+        (LOADED, "fast", plain, {"quantization": "mxfp8"}),
+    ):
         findings = scratch / f"{name}.jsonl"
         findings.touch()
         shadow = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.serving.shadow", "SHADOW_FILE": str(findings)}
         running[name] = subprocess.Popen(
             command,
-            env={**os.environ, **shadow, "M3_CHECKPOINT": str(checkpoint), "SGLANG_M3_MXFP8": name},
+            env={
+                **os.environ,
+                **shadow,
+                "M3_CHECKPOINT": str(served),
+                "M3_FLAGS": json.dumps(flags),
+                "SGLANG_M3_MXFP8": layout,
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -139,7 +161,14 @@ def main() -> None:
             continue
         results[name] = json.loads(lines[-1].removeprefix("RESULT "))
     os.environ["M3_CHECKPOINT"] = str(checkpoint)
-    compare(results, numbers)
+    errors = compare(results, numbers)
+    if len(results) < len(running):
+        sys.exit("failed: " + ", ".join(running.keys() - results.keys()))
+    same = [a == b for a, b in zip(results[LOADED]["tokens"], results["fast"]["tokens"])]
+    print(f"{LOADED}: {sum(same)} of {len(same)} answers have the tokens of `fast`")
+    beyond = [name for name, mean in errors.items() if mean > LARGEST_MEAN_ERROR]
+    if beyond:
+        sys.exit(f"beyond {LARGEST_MEAN_ERROR} in the mean: {', '.join(beyond)}")
 
 
 if __name__ == "__main__":
