@@ -42,7 +42,10 @@ def build(
         if dest.exists() and any(dest.iterdir()):
             different = _difference(folder, dest)
             if different:
-                raise FileExistsError(f"{dest} is not empty and not this checkpoint, see {different}")
+                raise FileExistsError(
+                    f"{dest} is not empty and not this checkpoint, see {different}: name another folder, or "
+                    "remove it if an earlier version wrote it"
+                )
             report(f"{dest} already holds this checkpoint")
             return dest
         if dest.exists():
