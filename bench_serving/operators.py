@@ -209,11 +209,16 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
 }
 
 
+def is_here(family: str) -> bool:
+    """Whether this checkout has the family; unlike `unavailable`, leaves the GPU alone."""
+    return importlib.util.find_spec(f"bench_serving.operators_{family}") is not None
+
+
 def unavailable(family: str) -> str | None:
     """Why this machine cannot run a family; None if it can."""
     if target() != "sm90":
         return "needs an sm90 GPU, this machine has " + machine().split(";")[0]
-    if importlib.util.find_spec(f"bench_serving.operators_{family}") is None:
+    if not is_here(family):
         return f"bench_serving/operators_{family}.py is not in this checkout"
     return None
 
@@ -265,7 +270,8 @@ def main(arguments: list[str] | None = None) -> int:
     left_out = {}
     if gpus():
         limit = min(chosen.compile_seconds, chosen.seconds)
-        left_out = compile_ahead(chosen.families, chosen.only, chosen.processes, limit)
+        here = [family for family in chosen.families if is_here(family)]
+        left_out = compile_ahead(here, chosen.only, chosen.processes, limit)
     torch.manual_seed(0)
     print(f"Machine: {machine()}.\n\n{HEADER}", flush=True)
     for timing in run(chosen.families, chosen.only, left_out):
