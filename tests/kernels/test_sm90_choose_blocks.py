@@ -83,7 +83,9 @@ def forest(requests: int, shared: int, private: int, rows_each: int, seed: int) 
 
 @gpu_only
 @pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("shape", [(64, 200, 4, 1), (5, 70, 9, 5), (3, 90, 20, 1100)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(6, 300, 9, 1), (64, 200, 4, 1), (301, 61, 3, 1), (5, 70, 9, 5), (3, 90, 20, 1100)], ids=str
+)
 def test_same_bits_as_decode_verify_extend_alone_and_batched(heads: int, shape: tuple[int, ...]) -> None:
     step = forest(*shape, seed=sum(shape))
     index_q, index_k = inputs(step, heads, 5)
@@ -97,6 +99,11 @@ def test_same_bits_as_decode_verify_extend_alone_and_batched(heads: int, shape: 
         some = Rows(rows.request[part], rows.position[part])
         got = choose(index_q[part], index_k, table, some, plan_of(table, some), size, **forced)
         assert torch.equal(got, batched[:, part]), f"{length} rows differ from the batch"
+        if length == 1:
+            own = table[some.request.long()]
+            some = Rows(torch.zeros_like(some.request), some.position)
+            got = choose(index_q[part], index_k, own, some, plan_of(own, some), size, **forced)
+            assert torch.equal(got, batched[:, part]), "a row of the only request differs from the batch"
 
 
 @gpu_only

@@ -83,7 +83,7 @@ def launch_scores(
     assert index_k.shape[1:] == (BLOCK_TOKENS, 1, head_dim) and index_k[0].is_contiguous()
     assert page_table.dtype == torch.int32 and page_table.stride(1) == 1 and out.dtype == torch.float32
     assert head_dim >= 16 and head_dim & (head_dim - 1) == 0
-    launch = pick_launch(place_end - place_begin, page_table.shape[0], heads)
+    launch = pick_launch(len(rows), page_table.shape[0], heads, page_table.shape[1])
     spans = plan.first_block.shape[0]
     _score_kernel[(launch.programs_per_multiprocessor * multiprocessors(index_q.device),)](
         index_q,
@@ -154,23 +154,30 @@ class ScoreLaunch:
     blocks_per_store: int = 1
 
 
-def pick_launch(row_count: int, request_count: int, heads: int) -> ScoreLaunch:
-    """The launch for a number of rows and requests, by what an H200 was fastest with.
+def pick_launch(row_count: int, request_count: int, heads: int, table_blocks: int) -> ScoreLaunch:
+    """The launch for a step's rows and page table, whatever its passes, by what an H200 was fastest with.
 
     Few columns for each request: small tiles, since a private tail fills no large one. Up to 256 in all the
-    launches are early; with thousands an early selection measured slower. A program has a page or two then,
-    and three programs with half pages read them sooner than two with whole ones. More columns: large tiles,
-    since the L2 cache, and with long contexts memory, is read once per tile.
+    launches are early; with thousands an early selection measured slower. A program has few pages then, and
+    three programs with half pages read them sooner than two with whole ones. For a single request, and for
+    few rows, four programs with fewer loads in flight each are sooner still, but slower once the context is
+    a million tokens. More columns: large tiles, since the L2 cache, and with long contexts memory, is read
+    once per tile.
 
-    Starting on another span or tile counts as three pages where a span takes several tiles: programs that
-    walk one tail after the other would come last.
+    Starting on another span or tile counts as two or three pages where a span takes several tiles: programs
+    that walk one tail after the other would come last.
     """
     columns = row_count * heads
     if columns > 64 * request_count:
         return ScoreLaunch(256, 1, warps=16, stages=3, registers=128, span_cost=3, blocks_per_store=8)
+    if columns > 1024:
+        return ScoreLaunch(64, 2, warps=4, stages=3, registers=255, span_cost=2)
     if columns > 256:
-        return ScoreLaunch(64, 2, warps=4, stages=3, registers=255)
-    cost = 3 if columns > 64 else 0
+        return ScoreLaunch(64, 3, warps=4, stages=3, registers=168, span_cost=2, keys=64)
+    if (request_count == 1 or columns <= 8) and table_blocks <= 1024:
+        registers = 128 if request_count == 1 else 120
+        return ScoreLaunch(64, 4, warps=4, stages=2, registers=registers, early=True, keys=64)
+    cost = 0 if columns <= 64 else 2 if request_count <= 128 else 3
     return ScoreLaunch(64, 3, warps=4, stages=3, registers=168, early=True, span_cost=cost, keys=64)
 
 
