@@ -63,17 +63,34 @@ FLOPS_PER_US = 790e6
 PEER_MISSING = "SGLang is not installed"
 
 
-Case = tuple[str, Callable[[], Timing]]
-"""A case's name and what times it."""
+@dataclass(frozen=True)
+class Case:
+    """Something to time.
+
+    Attributes:
+        name: unique in its family.
+        time: times it.
+        compile: what runs its kernels once with little memory, so that they are compiled; cases that need the
+            same share the same callable.
+    """
+
+    name: str
+    time: Callable[[], Timing]
+    compile: tuple[Callable[[], object], ...] = ()
 
 
 def selection() -> Iterator[Case]:
     """Scores and top-16, its share of the prefix plan included."""
     from bench_serving import operators_selection as family
 
-    for case in family.cases():
+    cases = list(family.cases())
+    needed: dict[Any, list[Callable[[], object]]] = {case: [] for case in cases}
+    for job in family.compile_jobs(cases, importlib.util.find_spec("sglang") is not None):
+        for case in job.needed_by:
+            needed[case].append(job.run)
+    for case in cases:
         name = f"{case.name}; {case.heads} index heads, {case.batch} x {case.new} rows of {case.context:,}"
-        yield name, functools.partial(_selection, family, case, name)
+        yield Case(name, functools.partial(_selection, family, case, name), tuple(needed[case]))
 
 
 def _selection(family: ModuleType, case: Any, name: str) -> Timing:
@@ -101,22 +118,24 @@ def attention() -> Iterator[Case]:
             f"{case.selection or 'dense'}{', shared pages' if case.shared else ''}"
             f", {'E4M3' if case.e4m3 else 'BF16'}"
         )
-        yield name, functools.partial(_attention, family, case, name)
+        compiled = (functools.partial(family.compile_kernels, case),)
+        yield Case(name, functools.partial(_attention, family, case, name), compiled)
 
 
 def _attention(family: ModuleType, case: Any, name: str) -> Timing:
     inputs = family.make_inputs(case)
     run, _ = family.ours(inputs)
     peer = family.sglang_operator(case, inputs)
+    layers = family.cycle(case, inputs)
     timing = Timing(
         "attend blocks",
         name,
-        family.time_us(run, inputs.layers),
-        None if peer is None else family.time_us(peer, inputs.layers),
+        family.time_us(run, layers),
+        None if peer is None else family.time_us(peer, layers),
         family.floor_us(case, inputs),
         "" if peer is not None else "SGLang has none for it, or is not installed",
     )
-    del inputs, run, peer
+    del inputs, run, peer, layers
     torch.cuda.empty_cache()
     return timing
 
@@ -126,7 +145,14 @@ def experts() -> Iterator[Case]:
     from bench_serving import operators_experts as family
 
     for case in family.cases():
-        yield case.name, functools.partial(_bf16_experts, family, case)
+        compiled = (functools.partial(_bf16_experts_once, family, case),)
+        yield Case(case.name, functools.partial(_bf16_experts, family, case), compiled)
+
+
+def _bf16_experts_once(family: ModuleType, case: Any) -> None:
+    if importlib.util.find_spec("sglang") is not None:
+        _prepare_sglang()
+        family.compile_kernels(case)
 
 
 def _bf16_experts(family: ModuleType, case: Any) -> Timing:
@@ -156,10 +182,27 @@ def mxfp8() -> Iterator[Case]:
 
     for rank, tokens in itertools.product(family.RANKS, family.TOKENS):
         name = f"{_phase(tokens)}; MoE {rank.name}, {tokens:,} tokens"
-        yield name, functools.partial(_experts, family, rank, tokens, name)
+        compiled = (functools.partial(_experts_once, rank, tokens),)
+        yield Case(name, functools.partial(_experts, family, rank, tokens, name), compiled)
     for (layer, shape), tokens in itertools.product(family.LINEARS.items(), family.TOKENS):
         name = f"{_phase(tokens)}; linear {layer} ({shape[0]:,} x {shape[1]:,}), {tokens:,} tokens"
-        yield name, functools.partial(_linear, family, shape, tokens, name)
+        compiled = (functools.partial(_linear_once, shape, tokens),)
+        yield Case(name, functools.partial(_linear, family, shape, tokens, name), compiled)
+
+
+def _experts_once(rank: Any, tokens: int) -> None:
+    from bench_serving.operators_mxfp8_compile import Experts, Stock, run_once
+
+    run_once(Experts(rank, tokens))
+    if importlib.util.find_spec("sglang") is not None:
+        torch.cuda.empty_cache()
+        run_once(Stock(rank, (tokens,)))
+
+
+def _linear_once(shape: tuple[int, int], tokens: int) -> None:
+    from bench_serving.operators_mxfp8_compile import Linear, run_once
+
+    run_once(Linear(*shape, tokens))
 
 
 def _phase(tokens: int) -> str:
@@ -224,16 +267,21 @@ def unavailable(family: str) -> str | None:
 
 
 def compile_ahead(families: list[str], only: str, processes: int, seconds: float) -> dict[str, str]:
-    """Run every case once in forked processes, side by side: kernels are compiled by then.
+    """Compile the cases' kernels in forked processes, side by side.
 
     This process must not have used its GPU yet.
 
     Returns:
         By case, why it cannot be timed; cases that can are not in it.
     """
-    cases = [case for family in families for case in FAMILIES[family]() if only in case[0]]
-    outcomes = run_forked([timed for _, timed in cases], processes, seconds)
-    return {name: reason for (name, _), reason in zip(cases, outcomes, strict=True) if reason}
+    needed_by: dict[Callable[[], object], list[str]] = {}
+    for family in families:
+        for case in FAMILIES[family]():
+            for job in case.compile if only in case.name else ():
+                needed_by.setdefault(job, []).append(case.name)
+    outcomes = run_forked(list(needed_by), processes, seconds)
+    failed = zip(needed_by.values(), outcomes, strict=True)
+    return {name: reason for names, reason in failed if reason for name in names}
 
 
 def run(
@@ -246,11 +294,11 @@ def run(
         if reason is not None:
             yield Timing(family, "all cases", None, None, None, f"skipped: {reason}")
             continue
-        for name, timed in FAMILIES[family]():
-            if name in left_out:
-                yield Timing(family, name, None, None, None, f"skipped: {left_out[name]}")
-            elif only in name:
-                yield timed()
+        for case in FAMILIES[family]():
+            if case.name in left_out:
+                yield Timing(family, case.name, None, None, None, f"skipped: {left_out[case.name]}")
+            elif only in case.name:
+                yield case.time()
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -67,6 +67,15 @@ def plugins_configurations() -> Iterator[None]:
     get_moe_configs.cache_clear()
 
 
+def compile_kernels(case: Case) -> None:
+    """A step under either configuration, so that the caches on disk have its kernels."""
+    layer = layer_of(case.rank)
+    routing = layer.routing(case.tokens, 0)
+    layer.run(routing)
+    with plugins_configurations():
+        layer.run(routing)
+
+
 def measure(case: Case) -> Times:
     """Time a step of six routings under both, after comparing their results.
 

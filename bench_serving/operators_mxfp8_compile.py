@@ -96,31 +96,36 @@ def empty_blocks(*shape: int) -> tuple[Tensor, Tensor]:
 prepare_once = functools.cache(prepare_sglang)
 
 
-def compile_one(work: Work) -> str | None:
-    """Run it once, so that the caches on disk have its kernels; returns what went wrong or took long."""
-    begin = time.monotonic()
+def run_once(work: Work) -> None:
+    """Run it once, so that the caches on disk have its kernels."""
     one_jit_cache()
-    try:
-        if isinstance(work, Stock):
-            prepare_once()
-            run_stock(work.rank, work.tokens)
-        elif isinstance(work, Linear | Dense):
-            x = torch.empty(work.tokens, work.columns, device=DEVICE, dtype=torch.bfloat16)
-            if isinstance(work, Dense):
-                multiply_fast(x, empty_blocks(work.rows, work.columns))
-            else:
-                mxfp8_linear(x, *empty_mxfp8(work.rows, work.columns), tile=work.tile)
+    if isinstance(work, Stock):
+        prepare_once()
+        run_stock(work.rank, work.tokens)
+    elif isinstance(work, Linear | Dense):
+        x = torch.empty(work.tokens, work.columns, device=DEVICE, dtype=torch.bfloat16)
+        if isinstance(work, Dense):
+            multiply_fast(x, empty_blocks(work.rows, work.columns))
         else:
-            rank = work.rank
-            shapes = ((rank.experts, 2 * rank.width, HIDDEN), (rank.experts, HIDDEN, rank.width))
-            given = Routing.random(work.tokens, rank)
-            if isinstance(work, Grouped):
-                run_grouped(given, [empty_blocks(*shape) for shape in shapes])
-            else:
-                (w13, w13_scale), (w2, w2_scale) = (empty_mxfp8(*shape) for shape in shapes)
-                weights = {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale}
-                run_experts(given, weights, work.tile)
-        torch.cuda.synchronize()
+            mxfp8_linear(x, *empty_mxfp8(work.rows, work.columns), tile=work.tile)
+    else:
+        rank = work.rank
+        shapes = ((rank.experts, 2 * rank.width, HIDDEN), (rank.experts, HIDDEN, rank.width))
+        given = Routing.random(work.tokens, rank)
+        if isinstance(work, Grouped):
+            run_grouped(given, [empty_blocks(*shape) for shape in shapes])
+        else:
+            (w13, w13_scale), (w2, w2_scale) = (empty_mxfp8(*shape) for shape in shapes)
+            weights = {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale}
+            run_experts(given, weights, work.tile)
+    torch.cuda.synchronize()
+
+
+def compile_one(work: Work) -> str | None:
+    """`run_once`; returns what went wrong or took long."""
+    begin = time.monotonic()
+    try:
+        run_once(work)
     except Exception as error:
         return f"{work}: {type(error).__name__}: {str(error)[:300]}"
     seconds = time.monotonic() - begin

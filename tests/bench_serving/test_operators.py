@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench_serving import operators
-from bench_serving.operators import Timing
+from bench_serving.operators import Case, Timing
 
 
 def test_without_an_sm90_gpu_every_family_is_skipped_with_the_reason(
@@ -32,12 +32,12 @@ def test_a_family_that_is_not_there_is_skipped_by_name(monkeypatch: pytest.Monke
 
 
 def test_only_the_cases_that_were_asked_for_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def case(name: str):
+    def case(name: str) -> Case:
         def time() -> Timing:
             assert "decode" in name, "timed although not asked for"
             return Timing("f", name, 10.0, 25.0, 4.0)
 
-        return name, time
+        return Case(name, time)
 
     monkeypatch.setattr(operators, "unavailable", lambda family: None)
     monkeypatch.setitem(operators.FAMILIES, "f", lambda: map(case, ("decode, 1", "extend", "decode, 8")))
@@ -49,13 +49,15 @@ def test_only_the_cases_that_were_asked_for_are_timed(monkeypatch: pytest.Monkey
 def test_a_case_that_does_not_compile_is_a_row_with_the_reason_and_the_others_are_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def case(name: str):
-        def time() -> Timing:
+    def case(name: str) -> Case:
+        def compile_kernels() -> None:
             if name == "broken":
                 raise RuntimeError("out of registers")
+
+        def time() -> Timing:
             return Timing("f", name, 10.0, 25.0, 4.0)
 
-        return name, time
+        return Case(name, time, (compile_kernels,))
 
     monkeypatch.setattr(operators, "unavailable", lambda family: None)
     monkeypatch.setitem(operators.FAMILIES, "f", lambda: map(case, ("decode", "broken", "extend")))
@@ -67,9 +69,33 @@ def test_a_case_that_does_not_compile_is_a_row_with_the_reason_and_the_others_ar
     assert [rows[name].ours_us for name in ("decode", "extend")] == [10.0, 10.0]
 
 
+def test_a_job_that_two_cases_need_runs_once_and_its_failure_is_told_for_both(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def compile_kernels() -> None:
+        with (tmp_path / "runs").open("a") as file:
+            file.write("x")
+        raise ValueError("too wide")
+
+    def time() -> Timing:
+        raise AssertionError("timed")
+
+    cases = [Case(name, time, (compile_kernels,)) for name in ("decode, 1", "decode, 8", "extend")]
+    monkeypatch.setitem(operators.FAMILIES, "f", lambda: iter(cases))
+    left_out = operators.compile_ahead(["f"], "decode", processes=2, seconds=30)
+    assert left_out == dict.fromkeys(("decode, 1", "decode, 8"), "ValueError: too wide")
+    assert (tmp_path / "runs").read_text() == "x"
+
+
+@pytest.mark.parametrize("family", sorted(operators.FAMILIES))
+def test_every_case_of_a_family_compiles_its_kernels_ahead(family: str) -> None:
+    without = [case.name for case in operators.FAMILIES[family]() if not case.compile]
+    assert without == []
+
+
 @pytest.mark.parametrize("family", sorted(operators.FAMILIES))
 def test_a_family_lists_its_cases_without_a_gpu(family: str) -> None:
-    names = [name for name, _ in operators.FAMILIES[family]()]
+    names = [case.name for case in operators.FAMILIES[family]()]
     assert len(set(names)) == len(names) > 10
     assert any(name.startswith("decode") for name in names)
     assert any(name.startswith("extend") for name in names)

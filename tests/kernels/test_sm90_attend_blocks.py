@@ -16,7 +16,7 @@ from tests.kernels.sm90 import DEVICE, REAL, on_device, poisoned
 
 import m3_kernels.triton.sm90_attend_blocks as sm90  # isort: skip
 
-HEADS = [(8, 1), (32, 2), (64, 4), (16, 1), (4, 2), (6, 2), (2, 1)]
+HEADS = [(8, 1), (32, 2), (64, 4), (16, 1), (4, 2), (6, 2), (2, 1), (64, 1)]
 LONGEST_UNIONS = {"by_page": 0, "union": 1 << 30, "mixed": 5}
 TOLERANCE = 2e-2 if REAL else 1e-2
 
@@ -159,6 +159,37 @@ def test_extend_chunks_equal_brute_force_however_they_are_routed(
     check(got, brute_attention(q, k.float(), v.float(), step, chosen, 0.2))
 
 
+@pytest.mark.parametrize(
+    ("heads", "dim", "dtype", "splits", "warps"),
+    [
+        ((8, 1), 128, torch.bfloat16, 8, 4),
+        ((32, 2), 128, torch.float8_e4m3fn, 3, 4),
+        ((6, 2), 64, torch.float8_e4m3fn, 1, 2),
+        ((16, 1), 32, torch.bfloat16, 2, 4),
+        ((4, 2), 16, torch.bfloat16, 4, 8),
+    ],
+    ids=str,
+)
+def test_decode_rows_equal_brute_force_however_they_are_cut(
+    heads: tuple[int, int],
+    dim: int,
+    dtype: torch.dtype,
+    splits: int,
+    warps: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = torch.Generator().manual_seed(10)
+    row_count = 25 if REAL else 13
+    step = extend_step(row_count, generator)
+    q, k, v = inputs(step, heads, dim if REAL else min(dim, 32), dtype, generator)
+    q[step.rows.request < 0] = float("nan")
+    scores = torch.randn(heads[1], row_count, step.page_table.shape[1], generator=generator)
+    chosen = brute_selection(scores, step.rows, 5, 1, 1)
+    force(monkeypatch, splits=splits, tokens=16 * warps, warps=warps)
+    got = attend(q, k, v, step, chosen, 0.2)
+    check(got, brute_attention(q.nan_to_num(), k.float(), v.float(), step, chosen, 0.2))
+
+
 @pytest.mark.parametrize("room", [True, False], ids=["all_pages_fit", "few_pages_fit"])
 @pytest.mark.parametrize("heads", [(8, 1), (6, 2)], ids=str)
 def test_e4m3_pages_widened_for_a_chunk_are_the_same_numbers(
@@ -185,11 +216,11 @@ def test_e4m3_pages_widened_for_a_chunk_are_the_same_numbers(
 
 @pytest.mark.parametrize(
     ("walk", "splits"),
-    # 8 and 32: more programs than a row has chosen blocks.
+    # 8 and 32: more programs than a row has chosen blocks; 32: merged in chunks.
     [
         (walk, splits)
         for walk in ("row", "union", "dense")
-        for splits in (1, 2, 32 if walk == "row" and REAL else 8)
+        for splits in (1, 2, 32 if walk == "dense" or (walk == "row" and REAL) else 8)
     ],
 )
 def test_splits_change_nothing_but_rounding(splits: int, walk: str, monkeypatch: pytest.MonkeyPatch) -> None:

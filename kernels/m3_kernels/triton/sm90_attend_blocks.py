@@ -1,7 +1,7 @@
 """Attend to the chosen blocks on sm90: plans, attention and merge behind one function.
 
 Three ways, picked by shape on the host and, between the last two, by content on the device:
-- few rows (decode): one tile per row and kv head, its blocks split over programs;
+- few rows (decode): a row's blocks, split over programs (`sm90_attend_rows`);
 - tiles of neighbouring rows over the union of their blocks (`sm90_attend_tiles`): extend chunks, larger
   decode batches, and every dense layer;
 - page-major (`sm90_attend_pages`): tiles of an extend chunk whose rows have little in common.
@@ -26,9 +26,9 @@ from m3_kernels.triton.sm90_attend_pages import (
     list_entries,
     merge_pages,
 )
+from m3_kernels.triton.sm90_attend_rows import ROW, attend_rows
 from m3_kernels.triton.sm90_attend_tiles import (
     DENSE,
-    ROW,
     UNION,
     attend_tiles,
     merge_splits,
@@ -42,7 +42,13 @@ TARGET_PROGRAMS = 256
 """About twice the GPU's 132 multiprocessors."""
 
 UNION_FROM_ROWS = 128
-"""Below this many rows each has a tile of its own: finding what they share costs more than it saves."""
+"""Below this many rows each goes by itself: finding what they share costs more than it saves."""
+
+ROW_HEADS = 16
+"""Most grouped query heads of a row that goes by itself: every warp holds an output for each."""
+
+ROW_BLOCKS = 4
+"""A row is split over more than `TARGET_PROGRAMS` / 2 programs in all only while each has so many blocks."""
 
 PAGES_FROM_ROWS = 1024
 PAGES_FROM_PROGRAMS = 256
@@ -57,6 +63,9 @@ PAGE_PARTIAL_BYTES = 1 << 30
 LAYOUT_CHUNK = 1024
 PAGE_PROGRAMS = 12
 """Programs per multiprocessor of the page-major kernels that walk tiles in turn."""
+
+MERGE_CHUNK = 16
+"""Partial outputs of a split walk that the merge loads at a time if there are more."""
 
 MERGE_PROGRAMS = 8
 MERGE_REGISTERS = 64
@@ -79,7 +88,7 @@ class Tiling:
     """How a step's rows are cut, from shapes alone.
 
     Attributes:
-        walk: `ROW`, `UNION` or `DENSE` of `sm90_attend_tiles`.
+        walk: `ROW` of `sm90_attend_rows`, `UNION` or `DENSE` of `sm90_attend_tiles`.
         tile_rows: rows per tile.
         tile_m: (row, padded group head) pairs per tile, the matrix unit's M side.
         splits: programs that share one tile's walk.
@@ -105,7 +114,7 @@ def tiling(row_count: int, q_heads: int, kv_heads: int, head_dim: int, topk: int
     """The cut for a shape; the figures behind the choices are in docs/results/attention."""
     group = triton.next_power_of_2(q_heads // kv_heads)
     assert group <= 64, "a tile holds at most 64 grouped query heads"
-    if topk is not None and row_count < UNION_FROM_ROWS:
+    if topk is not None and row_count < UNION_FROM_ROWS and group <= ROW_HEADS:
         walk, tile_m, rows = ROW, max(16, group), 1
     else:
         walk = DENSE if topk is None else UNION
@@ -113,8 +122,9 @@ def tiling(row_count: int, q_heads: int, kv_heads: int, head_dim: int, topk: int
         rows = min(tile_m // group, 32)
     programs = triton.cdiv(row_count, rows) * kv_heads
     wanted = triton.next_power_of_2(triton.cdiv(TARGET_PROGRAMS, programs))
-    splits = 1 if 4 * programs > 3 * TARGET_PROGRAMS else min(64 if walk == DENSE else 16, wanted)
-    one_block_each = walk == ROW and splits >= topk
+    if walk == ROW:
+        wanted = min(wanted, max(triton.next_power_of_2(wanted // 2), topk // ROW_BLOCKS))
+    splits = 1 if 4 * programs > 3 * TARGET_PROGRAMS else wanted if walk == DENSE else min(16, wanted)
     by_page = walk == UNION and (row_count >= PAGES_FROM_ROWS or programs >= PAGES_FROM_PROGRAMS)
     row_bytes = q_heads * (topk or 0) * head_dim * 2
     tiles = triton.cdiv(row_count, rows)
@@ -123,9 +133,9 @@ def tiling(row_count: int, q_heads: int, kv_heads: int, head_dim: int, topk: int
         tile_rows=rows,
         tile_m=tile_m,
         splits=1 if by_page else splits,
-        tokens=BLOCK_TOKENS if one_block_each else 64,
+        tokens=64,
         warps=4,
-        stages=2 if one_block_each else 3,
+        stages=3,
         registers=168 if walk == UNION else None,
         pass_rows=min(tiles, max(1, PAGE_PARTIAL_BYTES // (row_bytes * rows))) * rows if by_page else 0,
         longest_union=2 * topk if by_page else rows * (topk or 0),
@@ -276,8 +286,9 @@ def attend_blocks(
     Returns:
         `out`: float32 accumulation; softmax weights are rounded to bfloat16 before they meet the values, and
         where the page-major kernel runs so are its partial outputs. The same bits on every run. At least one
-        launch, no allocation, no host synchronisation, capturable in a CUDA graph. Launches
-        after the first may begin before their predecessor ends (programmatic dependent launch).
+        launch, no allocation, no host synchronisation, capturable in a CUDA graph. Launches may begin
+        before their predecessor ends (programmatic dependent launch), also the first; each waits for it
+        before it reads or writes.
     """
     row_count, q_heads, head_dim = q.shape
     pages, block_tokens, kv_heads, _ = k.shape
@@ -320,7 +331,7 @@ def launch(
     chosen_strides = (0, 0) if chosen is None else (chosen.stride(0), chosen.stride(1))
     tiles = triton.cdiv(row_count, cut.tile_rows)
     log2_scale = scale * math.log2(math.e)
-    merge_heads = math.gcd(group, 8 if cut.pass_rows else 4)
+    merge_heads = math.gcd(group, 8 if cut.pass_rows else 4 if cut.splits <= MERGE_CHUNK else 1)
 
     selection = (chosen, *chosen_strides, page_table, page_table.stride(0), rows.request, rows.position)
 
@@ -370,21 +381,40 @@ def launch(
             COMPARED_ROWS=max(1, min(cut.tile_rows, 256 // tile_slots)), LONGEST_UNION=cut.longest_union,
             num_warps=1 if tile_slots <= 64 else 4,
         )  # fmt: skip
-    attend_tiles[(tiles * kv_heads * cut.splits,)](
-        q, q.stride(0), tokens_by_head(tile_k), tokens_by_head(tile_v), chosen, *chosen_strides,
-        page_table, page_table.stride(0), rows.request, rows.position,
-        scratch.union_pages, scratch.union_blocks, scratch.union_members, scratch.union_sizes,
-        scratch.shared_blocks, out, out.stride(0), scratch.partial, scratch.partial_lse,
-        row_count, tiles, log2_scale,
-        GROUP=group, GROUP_PAD=group_pad, KV_HEADS=kv_heads, HEAD_DIM=head_dim, TOPK=topk,
-        TOPK_PAD=topk_pad, TILE_ROWS=cut.tile_rows, TILE_M=cut.tile_m, TOKENS=cut.tokens,
-        SPLITS=cut.splits, WALK=cut.walk, DOT=DOT, STAGES=cut.stages,
-        num_warps=cut.warps, maxnreg=cut.registers, **(OVERLAP if cut.walk != ROW else {}),
-    )  # fmt: skip
+    if cut.walk == ROW:
+        span = cut.tokens // cut.warps
+
+        def spans_by_head(pool: Tensor) -> TensorDescriptor:
+            return TensorDescriptor(
+                pool,
+                [pool.shape[0] * BLOCK_TOKENS // span, span, kv_heads * head_dim],
+                [span * pool.stride(1), pool.stride(1), 1],
+                [cut.warps, span, head_dim],
+            )
+
+        attend_rows[(row_count * kv_heads * cut.splits,)](
+            q, q.stride(0), spans_by_head(k), spans_by_head(v), *selection, out, out.stride(0),
+            scratch.partial, scratch.partial_lse, row_count, log2_scale,
+            GROUP=group, TILE_M=cut.tile_m, KV_HEADS=kv_heads, HEAD_DIM=head_dim, TOPK=topk,
+            TOPK_PAD=topk_pad, TOKENS=cut.tokens, SPLITS=cut.splits, WARPS=cut.warps, DOT=DOT,
+            STAGES=cut.stages, num_warps=cut.warps, **OVERLAP,
+        )  # fmt: skip
+    else:
+        attend_tiles[(tiles * kv_heads * cut.splits,)](
+            q, q.stride(0), tokens_by_head(tile_k), tokens_by_head(tile_v), page_table,
+            page_table.stride(0), rows.request, rows.position, scratch.union_pages, scratch.union_blocks,
+            scratch.union_members, scratch.union_sizes, scratch.shared_blocks, out, out.stride(0),
+            scratch.partial, scratch.partial_lse, row_count, tiles, log2_scale,
+            GROUP=group, GROUP_PAD=group_pad, KV_HEADS=kv_heads, HEAD_DIM=head_dim, TOPK=topk,
+            TILE_ROWS=cut.tile_rows, TILE_M=cut.tile_m, TOKENS=cut.tokens,
+            SPLITS=cut.splits, WALK=cut.walk, DOT=DOT, STAGES=cut.stages,
+            num_warps=cut.warps, maxnreg=cut.registers, **OVERLAP,
+        )  # fmt: skip
     if cut.splits > 1:
         merge_splits[(row_count, q_heads // merge_heads)](
             scratch.partial, scratch.partial_lse, out, out.stride(0), KV_HEADS=kv_heads, GROUP=group,
-            HEAD_DIM=head_dim, SPLITS=cut.splits, MERGE_HEADS=merge_heads, num_warps=2, **OVERLAP,
+            HEAD_DIM=head_dim, SPLITS=cut.splits, MERGE_HEADS=merge_heads, CHUNK=MERGE_CHUNK,
+            num_warps=2 if cut.splits <= MERGE_CHUNK else 4, **OVERLAP,
         )  # fmt: skip
     if not cut.pass_rows:
         return

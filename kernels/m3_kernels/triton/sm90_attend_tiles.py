@@ -6,7 +6,6 @@ copy engine; a row that did not choose a block subtracts infinity in the exponen
 element. No partial output is written unless the walk is split over programs.
 
 Where the walk comes from (`WALK`):
-- `ROW`: tiles of one row; its chosen blocks, straight from `chosen`.
 - `UNION`: the union that `plan_unions` wrote, blocks that every chooser sees whole first.
 - `DENSE`: every visible block. Blocks up to `shared_blocks` hold one page for all rows of the tile (found by
   `plan_dense`) and are walked once; after them comes each row's own tail.
@@ -21,7 +20,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from m3_kernels.rows import BLOCK_TOKENS
 from m3_kernels.triton.sm90_common import INTERPRETING
 
-ROW = tl.constexpr(0)
 UNION = tl.constexpr(1)
 DENSE = tl.constexpr(2)
 BLOCK = tl.constexpr(BLOCK_TOKENS)
@@ -225,9 +223,6 @@ def attend_tiles(
     q_row_stride,
     k,
     v,
-    chosen,
-    chosen_head_stride,
-    chosen_row_stride,
     page_table,
     table_stride,
     row_request,
@@ -249,7 +244,6 @@ def attend_tiles(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     TOPK: tl.constexpr,
-    TOPK_PAD: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_M: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -259,7 +253,7 @@ def attend_tiles(
     STAGES: tl.constexpr,
 ):
     """One program per (kv head, tile, split): `TOKENS` of a page at a time, running softmax in base 2."""
-    if OVERLAP and WALK != ROW:
+    if OVERLAP:
         gdc_wait()
     program = tl.program_id(0)
     split = program % SPLITS
@@ -287,24 +281,6 @@ def attend_tiles(
     queries = tl.load(q_at, mask=(real & (m_head < GROUP))[:, None], other=0.0).to(DOT)
     if WALK == UNION:
         list_at = item * (TILE_ROWS * TOPK)
-    elif WALK == ROW:
-        slot = tl.arange(0, TOPK_PAD)
-        row_at = tile
-        request = tl.load(row_request + row_at)
-        position = tl.load(row_position + row_at, mask=request >= 0, other=-1)
-        ids = tl.load(
-            chosen + head.to(tl.int64) * chosen_head_stride + row_at.to(tl.int64) * chosen_row_stride + slot,
-            mask=(slot < TOPK) & (request >= 0),
-            other=-1,
-        )
-        used = (ids >= 0) & (ids <= position // BLOCK)
-        ids_page = tl.load(page_table + request.to(tl.int64) * table_stride + ids, mask=used, other=0)
-        is_whole = (used & (ids * BLOCK + BLOCK - 1 <= position)).to(tl.int32)
-        is_part = used.to(tl.int32) - is_whole
-        whole_count = tl.sum(is_whole)
-        total = whole_count + tl.sum(is_part)
-        place = tl.where(is_whole != 0, tl.cumsum(is_whole) - 1, whole_count + tl.cumsum(is_part) - 1)
-        place = tl.where(used, place, -1)
     else:
         SPAN: tl.constexpr = TILE_M // GROUP_PAD
         r = tl.arange(0, SPAN)
@@ -342,7 +318,7 @@ def attend_tiles(
         if WALK == UNION:
             next_page = tl.load(union_pages + list_at + begin)
             next_members = tl.load(union_members + list_at + begin)
-        elif WALK == DENSE:
+        else:
             next_page = tl.load(page_table + lead * table_stride + begin)
     for step in tl.range(begin * STEPS, unmasked_end * STEPS, num_stages=STAGES):
         entry = step // STEPS
@@ -353,8 +329,6 @@ def attend_tiles(
             member = ((next_members >> m_row) & 1) != 0
             next_page = tl.load(union_pages + list_at + next_entry)
             next_members = tl.load(union_members + list_at + next_entry)
-        elif WALK == ROW:
-            page = tl.sum(tl.where(place == entry, ids_page, 0))
         else:
             next_page = tl.load(page_table + lead * table_stride + next_entry)
         token_at = page * BLOCK + (step - entry * STEPS) * TOKENS
@@ -386,10 +360,6 @@ def attend_tiles(
             page = tl.load(union_pages + list_at + entry)
             block = tl.load(union_blocks + list_at + entry)
             member = ((tl.load(union_members + list_at + entry) >> m_row) & 1) != 0
-        elif WALK == ROW:
-            page = tl.sum(tl.where(place == entry, ids_page, 0))
-            block = tl.sum(tl.where(place == entry, ids, 0))
-            member = real
         else:
             part = entry - whole_count
             own = part >= part_shared
@@ -442,8 +412,12 @@ def merge_splits(
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,
     MERGE_HEADS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Weigh the partial outputs `[rows, KV_HEADS, SPLITS, GROUP, HEAD_DIM]` by log-sum-exp, in order."""
+    """Weigh the partial outputs `[rows, KV_HEADS, SPLITS, GROUP, HEAD_DIM]` by log-sum-exp, in order.
+
+    More than `CHUNK` of them are loaded `CHUNK` at a time.
+    """
     if OVERLAP:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -452,16 +426,28 @@ def merge_splits(
     g = q_head - kv_head * GROUP + tl.arange(0, MERGE_HEADS)
     dim = tl.arange(0, HEAD_DIM)
     slot_at = (row * KV_HEADS + kv_head) * (SPLITS * GROUP) + g
-    peak = tl.full([MERGE_HEADS], LOWEST, tl.float32)
-    for split in tl.static_range(SPLITS):
-        peak = tl.maximum(peak, tl.load(partial_lse + slot_at + split * GROUP))
-    weight = tl.zeros([MERGE_HEADS], tl.float32)
-    merged = tl.zeros([MERGE_HEADS, HEAD_DIM], tl.float32)
-    for split in tl.static_range(SPLITS):
-        factor = tl.exp2(tl.load(partial_lse + slot_at + split * GROUP) - peak)
-        part = tl.load(partial + (slot_at + split * GROUP)[:, None] * HEAD_DIM + dim[None, :])
-        weight += factor
-        merged += part * factor[:, None]
+    if SPLITS <= CHUNK:
+        peak = tl.full([MERGE_HEADS], LOWEST, tl.float32)
+        for split in tl.static_range(SPLITS):
+            peak = tl.maximum(peak, tl.load(partial_lse + slot_at + split * GROUP))
+        weight = tl.zeros([MERGE_HEADS], tl.float32)
+        merged = tl.zeros([MERGE_HEADS, HEAD_DIM], tl.float32)
+        for split in tl.static_range(SPLITS):
+            factor = tl.exp2(tl.load(partial_lse + slot_at + split * GROUP) - peak)
+            part = tl.load(partial + (slot_at + split * GROUP)[:, None] * HEAD_DIM + dim[None, :])
+            weight += factor
+            merged += part * factor[:, None]
+    else:
+        lse = tl.load(partial_lse + slot_at[:, None] + tl.arange(0, SPLITS)[None, :] * GROUP)
+        peak = tl.maximum(tl.max(lse, 1), LOWEST)
+        weight = tl.sum(tl.exp2(lse - peak[:, None]), 1)
+        parts = tl.zeros([MERGE_HEADS, CHUNK, HEAD_DIM], tl.float32)
+        for begin in tl.static_range(0, SPLITS, CHUNK):
+            at = slot_at[:, None] + (begin + tl.arange(0, CHUNK))[None, :] * GROUP
+            factor = tl.exp2(tl.load(partial_lse + at) - peak[:, None])
+            part = tl.load(partial + at[:, :, None] * HEAD_DIM + dim[None, None, :])
+            parts += part * factor[:, :, None]
+        merged = tl.sum(parts, 1)
     merged = merged * (1.0 / tl.where(weight > 0, weight, 1.0))[:, None]
     out_at = out + row * out_row_stride + ((kv_head * GROUP + g) * HEAD_DIM)[:, None] + dim[None, :]
     tl.store(out_at, merged.to(out.dtype.element_ty))
