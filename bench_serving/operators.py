@@ -150,26 +150,22 @@ def experts() -> Iterator[Case]:
 
 
 def _bf16_experts_once(family: ModuleType, case: Any) -> None:
+    from bench_serving.operators_mxfp8 import prepare_sglang
+
     if importlib.util.find_spec("sglang") is not None:
-        _prepare_sglang()
+        prepare_sglang()
         family.compile_kernels(case)
 
 
 def _bf16_experts(family: ModuleType, case: Any) -> Timing:
+    from bench_serving.operators_mxfp8 import prepare_sglang
+
     if importlib.util.find_spec("sglang") is None:
         return Timing("BF16 experts", case.name, None, None, None, PEER_MISSING)
-    _prepare_sglang()
+    prepare_sglang()
     times = family.measure(case)
     note = "SGLang's kernels, its configuration and the plugin's"
     return Timing("BF16 experts", case.name, times.ours_us, times.sglang_us, times.floor_us, note)
-
-
-@functools.cache
-def _prepare_sglang() -> None:
-    """Once in a process, for all families."""
-    from bench_serving.operators_mxfp8 import prepare_sglang
-
-    prepare_sglang()
 
 
 DECODE_TOKENS = 256
@@ -217,7 +213,7 @@ def _experts(family: ModuleType, rank: Any, tokens: int, name: str) -> Timing:
     ours = family.time_us(lambda i: family.run_experts(given[i], weights[i % 2]), len(given))
     theirs = None
     if importlib.util.find_spec("sglang") is not None:
-        _prepare_sglang()
+        family.prepare_sglang()
         stock = family.stock_experts(rank)
         theirs = family.time_us(lambda i: stock(given[i]), len(given))
     # Every choice on this rank is three products of hidden x width.

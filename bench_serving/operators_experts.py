@@ -18,7 +18,6 @@ from unittest import mock
 from bench_serving.experts_layer import Layer, relative
 from bench_serving.experts_product import Experts
 from bench_serving.graph_time import time_us
-from sglang_m3.experts.tuned import CONFIGS, DIRECTORY_VARIABLE
 
 RANKS = {"EP8": Experts(16, 3072), "EP4": Experts(32, 3072)}
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024, 8192)
@@ -60,6 +59,8 @@ def layer_of(rank: str) -> Layer:
 def plugins_configurations() -> Iterator[None]:
     """SGLang looks up the plugin's files, by its own variable for another directory."""
     from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe_triton_config import get_moe_configs
+
+    from sglang_m3.experts.tuned import CONFIGS, DIRECTORY_VARIABLE
 
     get_moe_configs.cache_clear()
     with mock.patch.dict(os.environ, {DIRECTORY_VARIABLE: str(CONFIGS.parent)}):

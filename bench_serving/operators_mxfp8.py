@@ -10,6 +10,7 @@ divisions of the work are checked and timed as well (`operators_mxfp8_tune.py`).
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import socket
 import tempfile
@@ -122,8 +123,9 @@ def run_experts(
     )
 
 
+@functools.cache
 def prepare_sglang() -> None:
-    """What SGLang's experts look up: server arguments and groups of one process."""
+    """What SGLang's experts look up: server arguments and groups of one process. Once in a process."""
     from sglang.srt import runtime_context
     from sglang.srt.distributed import parallel_state
     from sglang.srt.server_args import ServerArgs

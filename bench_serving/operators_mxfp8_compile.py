@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import multiprocessing
 import time
 from collections.abc import Iterable, Iterator
@@ -93,14 +92,11 @@ def empty_blocks(*shape: int) -> tuple[Tensor, Tensor]:
     return value, torch.empty(*outer, rows // 128, columns // 128, device=DEVICE)
 
 
-prepare_once = functools.cache(prepare_sglang)
-
-
 def run_once(work: Work) -> None:
     """Run it once, so that the caches on disk have its kernels."""
     one_jit_cache()
     if isinstance(work, Stock):
-        prepare_once()
+        prepare_sglang()
         run_stock(work.rank, work.tokens)
     elif isinstance(work, Linear | Dense):
         x = torch.empty(work.tokens, work.columns, device=DEVICE, dtype=torch.bfloat16)

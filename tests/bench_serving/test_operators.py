@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,3 +101,21 @@ def test_a_family_lists_its_cases_without_a_gpu(family: str) -> None:
     assert len(set(names)) == len(names) > 10
     assert any(name.startswith("decode") for name in names)
     assert any(name.startswith("extend") for name in names)
+
+
+def test_listing_the_cases_leaves_the_gpu_to_the_processes_that_compile() -> None:
+    code = (
+        "import sys, torch\n"
+        "from bench_serving.operators import FAMILIES\n"
+        "assert all(list(family()) for family in FAMILIES.values())\n"
+        "print('sglang' in sys.modules, torch.cuda.is_initialized())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"], "importing SGLang asks the GPU what it is"
+
+
+def test_families_that_need_sglangs_groups_of_ranks_make_them_once_in_a_process() -> None:
+    from bench_serving import operators_mxfp8, operators_mxfp8_compile
+
+    assert operators_mxfp8.prepare_sglang.cache_info().maxsize is None
+    assert operators_mxfp8_compile.prepare_sglang is operators_mxfp8.prepare_sglang
