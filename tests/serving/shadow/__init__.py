@@ -2,13 +2,15 @@
 
 SGLang imports the package that `SGLANG_EXTERNAL_MODEL_PACKAGE` names in its scheduler; importing this one
 puts checks around `m3_kernels.choose_blocks` and `attend_blocks` where `SHADOW_CHECK` is 1, and the reference
-operators in the kernels' place where it is `reference`. It also notes when Triton compiles or loads a kernel.
-Findings are appended to `SHADOW_FILE` as JSON lines. Where the plugin serves, the cache of the first prompt
-of at least `SHADOW_CACHE_TOKENS` tokens is written to `SHADOW_CACHE` at its first decode step.
+operators in the kernels' place where it is `reference` or `float32`; with the latter a model in float32 is
+served, all of whose CUDA kernels for half precision are replaced. It also notes when Triton compiles or loads
+a kernel. Findings are appended to `SHADOW_FILE` as JSON lines. Where the plugin serves, the first prompt of
+at least `SHADOW_CACHE_TOKENS` tokens leaves its cache in `SHADOW_CACHE` at its first decode step.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -115,10 +117,29 @@ OPERATORS = ("plan_prefix", "choose_blocks", "attend_blocks", "store_tokens")
 
 if os.environ.get("SHADOW_CHECK") == "1":
     m3_kernels.choose_blocks, m3_kernels.attend_blocks = choose_blocks, attend_blocks
-if os.environ.get("SHADOW_CHECK") == "reference":
+if os.environ.get("SHADOW_CHECK") in ("reference", "float32"):
     for name in OPERATORS:
         module = importlib.import_module(f"m3_kernels.reference.{name}")
         setattr(m3_kernels, name, getattr(module, name))
+
+
+def _serve_in_float32() -> None:
+    """What `SGLANG_FORCE_FUSED_OP_BACKEND=torch` does not replace: the plugin's fusions, and M3's activation
+    in SGLang's plain experts, which the plugin corrects on the CPU only."""
+    from sglang.srt.layers.moe import fused_moe_native
+
+    from sglang_m3.models import fusions
+    from sglang_m3.platforms.cpu_experts import around_moe_forward_native
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    fusions.norm_and_rotate_is_fused = lambda *_: False
+    fusions.all_reduce_is_fused = lambda: False
+    plain = fused_moe_native.moe_forward_native
+    fused_moe_native.moe_forward_native = functools.partial(around_moe_forward_native, plain)
+
+
+if os.environ.get("SHADOW_CHECK") == "float32":
+    _serve_in_float32()
 
 
 def _count_compiles() -> None:
