@@ -157,8 +157,8 @@ def _measure_load(
 
     wanted = [variant for variant in urls if any(keys(variant, c) for c in load.workload.concurrency)]
     for variant in wanted:
-        seconds = warm_prefixes(urls[variant], load)
-        print(f"{variant.name}: prefixes of {load.workload.name} cached in {seconds:.1f} s", flush=True)
+        took = warm_prefixes(urls[variant], load)
+        print(f"{variant.name}: prefixes of {load.workload.name} cached in {took:.1f} s", flush=True)
     for concurrency in load.workload.concurrency:
         warmed: set[Variant] = set()
         for repeat in range(comparison.repeats):
@@ -168,11 +168,12 @@ def _measure_load(
                     continue
                 if time.monotonic() - begin > comparison.stop_after_seconds:
                     return False
-                if variant not in warmed:
-                    passes = warm_up(urls[variant], load, concurrency)
-                    shown = ", ".join(f"{value:.2f}" for value in passes)
-                    print(f"{variant.name}: warm-up at {concurrency}: {shown} s", flush=True)
-                    warmed.add(variant)
+                # Later repeats have lengths of their own.
+                passes = 1 if variant in warmed else None
+                seconds = warm_up(urls[variant], load, concurrency, repeat=repeat, passes=passes)
+                shown = ", ".join(f"{value:.2f}" for value in seconds)
+                print(f"{variant.name}: warm-up at {concurrency}: {shown} s", flush=True)
+                warmed.add(variant)
                 title = f"{variant.name} {load.workload.name} at {concurrency}"
                 record, driven = measure(urls[variant], load, concurrency, repeat=repeat, title=title)
                 record |= server.capacity(urls[variant])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,12 +14,14 @@ from tqdm import tqdm
 from bench_serving import client, server
 from bench_serving.corpus import Corpus
 from bench_serving.memory import MemorySampler
-from bench_serving.sessions import PrefixTree, Session, Turn, overlap, prefix_tree, sessions
+from bench_serving.sessions import PrefixTree, Session, Turn, other_text, overlap, prefix_tree, sessions
 from bench_serving.stream import Answer
 from bench_serving.workload import Workload
 
 WARM_OUTPUT_TOKENS = 16
 WARM_PASSES = 6
+WARM_SESSIONS = 16
+"""Sessions of a warm-up pass if the point has so many; more only where more are sent at once."""
 STILL_IMPROVING = 0.9
 SHOWN_ERRORS = 3
 
@@ -62,24 +64,38 @@ def warm_prefixes(url: str, load: Load, until: float = float("inf")) -> float:
 
 
 def warm_up(
-    url: str, load: Load, concurrency: int, passes: int | None = None, until: float = float("inf")
+    url: str,
+    load: Load,
+    concurrency: int,
+    *,
+    repeat: int = 0,
+    passes: int | None = None,
+    until: float = float("inf"),
 ) -> list[float]:
-    """Send the point's kind of requests until compilation is over; returns the seconds of each pass.
+    """Send a point's requests with other text until compilation is over; returns the seconds of each pass.
 
-    A pass is one session per slot with short answers. It is over when a pass is no longer more than a tenth
+    A pass has the lengths of the first sessions that `measure` sends, one per slot and at least
+    `WARM_SESSIONS`, since kernels are also compiled for what a length can be divided by; its answers are
+    short. It is over when a pass is no longer more than a tenth
     faster than the one before, after `passes` at the latest, which by default are `WARM_PASSES`.
 
     Raises:
         RuntimeError: a request failed, or was not answered at `until` on `time.monotonic`'s clock.
     """
+    point = load.sessions(concurrency, f"repeat {repeat}")[: max(concurrency, WARM_SESSIONS)]
     seconds: list[float] = []
     while len(seconds) < (passes or WARM_PASSES):
-        wave = load.sessions(concurrency, f"warm {len(seconds)}", count=concurrency)
-        short = [replace(session, turns=tuple(map(_short, session.turns))) for session in wave]
-        seconds.append(_must_succeed(client.drive(url, short, concurrency, until=until)).seconds)
+        wave = other_text(point, load.corpus, f"{load.seed} {concurrency} {repeat} warm {len(seconds)}")
+        seconds.append(send_short(url, wave, concurrency, until))
         if len(seconds) > 1 and seconds[-1] > STILL_IMPROVING * seconds[-2]:
             break
     return seconds
+
+
+def send_short(url: str, sessions: Iterable[Session], concurrency: int, until: float = float("inf")) -> float:
+    """Send sessions with short answers and no pauses; returns the seconds. Raises as `warm_up` does."""
+    short = [replace(session, turns=tuple(map(_short, session.turns))) for session in sessions]
+    return _must_succeed(client.drive(url, short, concurrency, until=until)).seconds
 
 
 def measure(

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench_serving import server
 from bench_serving.machine import gpus
-from bench_serving.measure import Load, warm_prefixes, warm_up
+from bench_serving.measure import Load, send_short, warm_prefixes
 from bench_serving.server import PLUGINS, Variant
 
 RECORD = "SGLANG_M3_RECORD_BLOCKS"
@@ -91,7 +91,8 @@ def use(url: str, load: Load, folder: Path) -> Use:
     server.counters(url)  # Waits for the last step.
     for path in folder.iterdir():
         path.unlink()
-    warm_up(url, load, min(MOST_AT_ONCE, max(load.workload.concurrency)), passes=1)
+    slots = min(MOST_AT_ONCE, max(load.workload.concurrency))
+    send_short(url, load.sessions(slots, "probe", count=slots), slots)
     server.counters(url)
     return summary(folder)
 

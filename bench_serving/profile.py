@@ -101,7 +101,11 @@ def _profile(
     def load(output_tokens: int) -> Load:
         traffic = Traffic((chosen.new_tokens, chosen.new_tokens), (output_tokens, output_tokens))
         prefix = (PrefixLevel(chosen.prefix_tokens),)
-        return Load.of(Workload("profile", "", (1,), (traffic,), prefix), corpus, chosen.seed)
+        return Load.of(
+            Workload("profile", "", (1,), (traffic,), prefix, requests_per_slot=1, least_sessions=1),
+            corpus,
+            chosen.seed,
+        )
 
     extend = load(1)
     decodes = [load(chosen.steps + SETTLING_STEPS + margin) for margin in MARGINS]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench_serving.corpus import Corpus
 from bench_serving.workload import PrefixLevel, Traffic, Workload
@@ -95,6 +95,23 @@ def sessions(
         # One object where nothing is added: long prefixes are held, and encoded, once.
         opening = (*shared, *corpus.cut(private, generator)) if private else shared
         made.append(Session(key, opening, len(shared), turns))
+    return tuple(made)
+
+
+def other_text(point: Iterable[Session], corpus: Corpus, seed: str) -> tuple[Session, ...]:
+    """Sessions of the same lengths, shared prefixes, answers and pauses, whose private text is another."""
+    generator = random.Random(f"other text {seed}")
+    made = []
+    for session in point:
+        private = len(session.opening) - session.shared_tokens
+        opening = session.opening
+        if private:
+            opening = (*opening[: session.shared_tokens], *corpus.cut(private, generator))
+        turns = tuple(
+            replace(turn, branches=tuple(tuple(corpus.cut(len(ids), generator)) for ids in turn.branches))
+            for turn in session.turns
+        )
+        made.append(replace(session, opening=opening, turns=turns))
     return tuple(made)
 
 

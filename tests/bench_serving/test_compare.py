@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from bench_serving import client, compare, measure
 from bench_serving.compare import Comparison, Result
 from bench_serving.corpus import RandomCorpus
 from bench_serving.server import Variant
+from bench_serving.sessions import Session
 from bench_serving.store import OUTPUTS, POINTS, Store
 from bench_serving.workload import PrefixLevel, Traffic, Workload
 from tests.bench_serving.conftest import Machine
@@ -115,8 +117,8 @@ def test_after_an_interruption_what_is_missing_is_measured(
 
 
 def test_failures_while_measuring_are_in_the_point(machine: Machine, tmp_path: Path) -> None:
-    # The prefix, one request to warm up, then the point's second.
-    machine.fault = lambda number: "http" if number == 3 else None
+    # The prefix, two requests to warm up, then the point's second.
+    machine.fault = lambda number: "http" if number == 4 else None
     result = compared(Store(tmp_path), variants=(ONE,))
     assert (result.missing, result.failed, result.broken) == ((), {"one": 1}, {})
     first, second = Store(tmp_path).points()
@@ -160,6 +162,34 @@ def test_warming_up_ends_when_passes_stop_getting_faster(
     # Two sessions a pass, and no text twice, which would be found in the cache.
     assert [len(wave) for wave in sent] == [2] * passes
     assert len({session.turns for wave in sent for session in wave}) == 2 * passes
+
+
+@pytest.mark.parametrize(("concurrency", "warmed"), [(1, 16), (3, 16), (20, 20)])
+def test_warming_up_has_the_lengths_of_the_measured_requests_and_none_of_their_text(
+    concurrency: int, warmed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[Session, ...]] = []
+
+    def drive(url: str, sessions: list[Session], concurrency: int, until: float) -> client.Drive:
+        sent.append(tuple(sessions))
+        return client.Drive((), 1.0, 0.0, 0.0)
+
+    monkeypatch.setattr(client, "drive", drive)
+    kind = Traffic((20, 90), (100, 200), first_input_tokens=(5, 40), turns=(1, 3), think_seconds=(1.0, 2.0))
+    load = measure.Load.of(replace(LOAD, traffic=(kind,), least_sessions=18), CORPUS, 3)
+    for repeat in (0, 1):
+        measure.warm_up("url", load, concurrency, repeat=repeat, passes=1)
+    for repeat, wave in enumerate(sent):
+        measured = load.sessions(concurrency, f"repeat {repeat}")[:warmed]
+        assert [lengths(session) for session in wave] == [lengths(session) for session in measured]
+        texts = [{turn.branches for session in point for turn in session.turns} for point in (wave, measured)]
+        assert not texts[0] & texts[1]
+        assert all(turn.think_seconds == 0 for session in wave for turn in session.turns)
+    assert [lengths(s) for s in sent[0]] != [lengths(s) for s in sent[1]], "a repeat has lengths of its own"
+
+
+def lengths(session: Session) -> tuple[int, int, list[list[int]]]:
+    return len(session.opening), session.shared_tokens, [list(map(len, t.branches)) for t in session.turns]
 
 
 def test_counters_memory_and_sglang_s_metrics_are_in_every_point(machine: Machine, tmp_path: Path) -> None:
