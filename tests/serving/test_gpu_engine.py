@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from tests.serving import gpu_engine
-from tests.serving.gpu_engine import MODES, NEW_TOKENS, PLAIN, until_parted, what_is_wrong
+from tests.serving import gpu_compare, gpu_engine
+from tests.serving.gpu_compare import until_parted, what_is_wrong
+from tests.serving.gpu_modes import COMPARED, MODES, NEW_TOKENS
 
 
-def found(mean: float, median: float = 0.0, **plain: Any) -> dict[str, Any]:
+def found(mean: float, median: float = 0.0, **tokens: Any) -> dict[str, Any]:
     errors = {"logprob_error_mean": mean, "logprob_error_median": median}
-    return errors | ({"against_plain_decoding": {"mode": "float32", **plain}} if plain else {})
+    return errors | ({"tokens_compared": {"mode": "float32", **tokens}} if tokens else {})
 
 
 @pytest.mark.parametrize(
@@ -40,17 +41,17 @@ def test_another_token_than_plain_decoding_s_is_wrong_in_float32_only(parted_in:
 
 
 def test_answers_part_at_their_first_different_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_engine, "NEW_TOKENS", 3)
+    monkeypatch.setattr(gpu_compare, "NEW_TOKENS", 3)
     ours, theirs = {"tokens": [[1, 2, 3], [1, 2, 3]]}, {"tokens": [[1, 2, 3], [1, 9, 3]]}
     assert until_parted(ours, theirs, "tokens") == [3, 1]
 
 
-@pytest.mark.parametrize("mode", sorted(PLAIN))
-def test_a_mode_is_not_compared_without_the_plain_one(
+@pytest.mark.parametrize("mode", sorted(COMPARED))
+def test_a_mode_is_not_compared_without_the_other(
     mode: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert PLAIN[mode] in MODES
+    assert COMPARED[mode] in MODES
     monkeypatch.setattr("sys.argv", ["gpu_engine", "--modes", mode])
     with pytest.raises(SystemExit) as stopped:
         gpu_engine.main()
-    assert stopped.value.code == 2 and PLAIN[mode] in capsys.readouterr().err
+    assert stopped.value.code == 2 and COMPARED[mode] in capsys.readouterr().err
