@@ -21,7 +21,9 @@ from bench_serving.workload import Workload
 WARM_OUTPUT_TOKENS = 16
 WARM_PASSES = 6
 WARM_SESSIONS = 16
-"""Sessions of a warm-up pass if the point has so many; more only where more are sent at once."""
+WARM_PRIVATE_TOKENS = 1 << 16
+"""Sessions of a warm-up pass at most, and their tokens that no cache holds; more only where more are sent at
+once."""
 STILL_IMPROVING = 0.9
 SHOWN_ERRORS = 3
 
@@ -74,22 +76,34 @@ def warm_up(
 ) -> list[float]:
     """Send a point's requests with other text until compilation is over; returns the seconds of each pass.
 
-    A pass has the lengths of the first sessions that `measure` sends, one per slot and at least
-    `WARM_SESSIONS`, since kernels are also compiled for what a length can be divided by; its answers are
-    short. It is over when a pass is no longer more than a tenth
-    faster than the one before, after `passes` at the latest, which by default are `WARM_PASSES`.
+    A pass has the lengths of the first sessions that `measure` sends, one per slot and more where they are
+    short, since kernels are also compiled for what a length can be divided by. Its answers are short, so in
+    later turns only the new text is as long. It is over when a pass is no longer more than a tenth faster
+    than the one before, after `passes` at the latest, which by default are `WARM_PASSES`.
 
     Raises:
         RuntimeError: a request failed, or was not answered at `until` on `time.monotonic`'s clock.
     """
-    point = load.sessions(concurrency, f"repeat {repeat}")[: max(concurrency, WARM_SESSIONS)]
+    point = _first(load.sessions(concurrency, f"repeat {repeat}"), concurrency)
     seconds: list[float] = []
     while len(seconds) < (passes or WARM_PASSES):
-        wave = other_text(point, load.corpus, f"{load.seed} {concurrency} {repeat} warm {len(seconds)}")
+        label = f"{load.workload.digest} {concurrency} {repeat} warm {len(seconds)}"
+        wave = other_text(point, load.corpus, f"{load.seed} {label}")
         seconds.append(send_short(url, wave, concurrency, until))
         if len(seconds) > 1 and seconds[-1] > STILL_IMPROVING * seconds[-2]:
             break
     return seconds
+
+
+def _first(point: Sequence[Session], concurrency: int) -> list[Session]:
+    """What a warm-up pass takes the lengths of."""
+    chosen, private = [], 0
+    for session in point[: max(concurrency, WARM_SESSIONS)]:
+        private += session.private_tokens
+        if len(chosen) >= concurrency and private > WARM_PRIVATE_TOKENS:
+            break
+        chosen.append(session)
+    return chosen
 
 
 def send_short(url: str, sessions: Iterable[Session], concurrency: int, until: float = float("inf")) -> float:

@@ -37,8 +37,9 @@ def run(
     for load in (Load.of(each, corpus, chosen.seed) for w in workloads for each in w.variations()):
         warm_prefixes(chosen.url, load)
         for concurrency in load.workload.concurrency:
-            warm_up(chosen.url, load, concurrency)
             for repeat in range(chosen.repeats):
+                # Later repeats have lengths of their own.
+                warm_up(chosen.url, load, concurrency, repeat=repeat, passes=1 if repeat else None)
                 title = f"{chosen.name} {load.workload.name} at {concurrency}"
                 record, driven = measure(chosen.url, load, concurrency, repeat=repeat, title=title)
                 record |= server.capacity(chosen.url)

@@ -48,6 +48,12 @@ class Session:
     def requests(self) -> int:
         return sum(len(turn.branches) for turn in self.turns)
 
+    @property
+    def private_tokens(self) -> int:
+        """Of the prompts, those that are the session's own."""
+        branches = (branch for turn in self.turns for branch in turn.branches)
+        return len(self.opening) - self.shared_tokens + sum(map(len, branches))
+
 
 @dataclass(frozen=True)
 class PrefixTree:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 import m3_kernels
 import torch
@@ -13,7 +13,7 @@ from m3_kernels.rows import BLOCK_TOKENS, Rows
 from sglang_m3.attention.parameters import SelectionParameters
 from sglang_m3.attention.pool import LayerPages
 from sglang_m3.attention.step import table_sizes
-from sglang_m3.attention.workspace import StepShape, Workspaces
+from sglang_m3.attention.workspace import StepShape, Workspaces, bytes_needed
 
 logger = logging.getLogger(__name__)
 
@@ -22,17 +22,45 @@ def step_sizes(shape: StepShape) -> Iterator[tuple[int, int, int]]:
     """(requests, rows, blocks) of steps that between them need every variant of the kernels.
 
     Variants differ by the width of the page table, by the power of two above the number of requests and of
-    rows, and by whether the number of rows is a multiple of 16.
+    rows, and by whether the number of rows is a multiple of 16. Scores are launched by rows for each request
+    as well: further steps follow for what `compiled_variant` tells apart and no step before them needs.
     """
+    # Triton is imported where kernels run, and nowhere else.
+    from m3_kernels.triton.sm90_choose_blocks import compiled_variant
+    from m3_kernels.triton.sm90_score_blocks import COLUMN_CLASSES, SMALL_TILE_COLUMNS
+
+    workspace_bytes = bytes_needed(shape)[1]
     for tokens in table_sizes(shape.blocks * BLOCK_TOKENS):
+        blocks, met = tokens // BLOCK_TOKENS, set()
+
+        def variant(requests: int, rows: int) -> Hashable:
+            return compiled_variant(rows, requests, shape.index_heads, blocks, workspace_bytes)  # noqa: B023
+
+        most = min(shape.rows, tokens)
         for requests in _powers(shape.requests):
-            for rows in row_counts(min(shape.rows, tokens)):
+            for rows in row_counts(most):
                 if rows >= requests:
-                    yield requests, rows, tokens // BLOCK_TOKENS
+                    met.add(variant(requests, rows))
+                    yield requests, rows, blocks
+        for requests in request_counts(shape.requests):
+            edges = [
+                columns // shape.index_heads for columns in (*COLUMN_CLASSES, SMALL_TILE_COLUMNS * requests)
+            ]
+            near = {row for edge in edges for row in (edge - 1, edge, edge + 1, edge // 16 * 16 + 16)}
+            for rows in sorted(near.union(row_counts(most))):
+                if requests <= rows <= most and variant(requests, rows) not in met:
+                    met.add(variant(requests, rows))
+                    yield requests, rows, blocks
 
 
 def _powers(most: int) -> list[int]:
     return [2**exponent for exponent in range(most.bit_length())]
+
+
+def request_counts(most: int) -> list[int]:
+    """Powers of two up to `most`, what lies one above each, and the last: the ends of every class."""
+    above = {power + 1 for power in _powers(most)}
+    return sorted(count for count in {*_powers(most), *above, most} if count <= most)
 
 
 def row_counts(most: int) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 
 from bench_serving import client, compare, measure
 from bench_serving.compare import Comparison, Result
-from bench_serving.corpus import RandomCorpus
+from bench_serving.corpus import RandomCorpus, TextCorpus
 from bench_serving.server import Variant
 from bench_serving.sessions import Session
 from bench_serving.store import OUTPUTS, POINTS, Store
@@ -182,10 +182,38 @@ def test_warming_up_has_the_lengths_of_the_measured_requests_and_none_of_their_t
     for repeat, wave in enumerate(sent):
         measured = load.sessions(concurrency, f"repeat {repeat}")[:warmed]
         assert [lengths(session) for session in wave] == [lengths(session) for session in measured]
-        texts = [{turn.branches for session in point for turn in session.turns} for point in (wave, measured)]
-        assert not texts[0] & texts[1]
+        for sent_one, measured_one in zip(wave, measured, strict=True):
+            shared = measured_one.shared_tokens
+            assert sent_one.opening[:shared] == measured_one.opening[:shared]
+            assert sent_one.opening[shared:] != measured_one.opening[shared:]
+            for turn, measured_turn in zip(sent_one.turns, measured_one.turns, strict=True):
+                assert not set(turn.branches) & set(measured_turn.branches)
         assert all(turn.think_seconds == 0 for session in wave for turn in session.turns)
     assert [lengths(s) for s in sent[0]] != [lengths(s) for s in sent[1]], "a repeat has lengths of its own"
+
+
+def test_warming_up_reads_few_long_private_prompts_and_no_other_load_s_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[list[Session]] = []
+
+    def drive(url: str, sessions: list[Session], concurrency: int, until: float) -> client.Drive:
+        sent.append(sessions)
+        return client.Drive((), 1.0, 0.0, 0.0)
+
+    monkeypatch.setattr(client, "drive", drive)
+    long = replace(LOAD, traffic=(Traffic((30_000, 30_000), (5, 5)),), prefix=(), least_sessions=9)
+    for concurrency in (1, 4):
+        measure.warm_up("url", measure.Load.of(long, CORPUS, 0), concurrency, passes=1)
+    # 65,536 tokens, or one session per slot.
+    assert [len(wave) for wave in sent] == [2, 4]
+    sent.clear()
+    corpus = TextCorpus(tuple(range(5000)))
+    for name_tokens in (5, 6):
+        other = replace(LOAD, traffic=(Traffic((30, 30), (name_tokens, name_tokens)),))
+        measure.warm_up("url", measure.Load.of(other, corpus, 0), 1, passes=1)
+    first, second = ({turn.branches for s in wave for turn in s.turns} for wave in sent)
+    assert not first & second
 
 
 def lengths(session: Session) -> tuple[int, int, list[list[int]]]:

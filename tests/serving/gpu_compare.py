@@ -39,14 +39,14 @@ def compare(results: dict[str, Any], records: Path) -> dict[str, Any]:
                 want = logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
                 error.append((want - torch.tensor(result["logprobs"][number])).abs())
                 regret.append(logprobs.amax(1) - want)
-                if mode in COMPARED:
+                if COMPARED.get(mode) in results:
                     others = results[COMPARED[mode]]["tokens"][number]
                     parted = first_difference(tokens, others)
                     if parted is not None:
                         gaps.append(round(float((logprobs[parted, others[parted]] - want[parted]).abs()), 4))
                 if number == 0 and MODES[mode].records:
                     report[mode] = overlap(run.blocks, result["request_ids"][0], records / mode)
-        if mode in COMPARED:
+        if COMPARED.get(mode) in results:
             report.setdefault(mode, {})["tokens_compared"] = {
                 "mode": COMPARED[mode],
                 "tokens_until_the_first_difference": until_parted(result, results[COMPARED[mode]], "tokens"),
@@ -169,9 +169,10 @@ def what_is_wrong(mode: str, found: dict[str, Any]) -> str:
     """Why a mode's answers are not the model's; "" if its dtype explains all differences."""
     mean, median = found["logprob_error_mean"], found["logprob_error_median"]
     in_float32 = MODES[mode].flags.get("dtype") == "float32"
-    if mean > (LARGEST_MEAN_ERROR_FLOAT32 if in_float32 else LARGEST_MEAN_ERROR):
+    # NaN is within no tolerance.
+    if not mean <= (LARGEST_MEAN_ERROR_FLOAT32 if in_float32 else LARGEST_MEAN_ERROR):
         return f"the mean error is {mean}"
-    if median > LARGEST_MEDIAN_ERROR:
+    if not median <= LARGEST_MEDIAN_ERROR:
         return f"the median error is {median}"
     compared = found.get("tokens_compared", {})
     for name in ("tokens_until_the_first_difference", "the_same_in_the_first_round"):

@@ -148,11 +148,7 @@ def main() -> None:
     with ThreadPoolExecutor(arguments.together) as pool:
         answers = pool.map(lambda mode: child(mode, arguments.out, scratch, checkpoint), arguments.modes)
         results = dict(zip(arguments.modes, answers))
-    served = {
-        mode: result
-        for mode, result in results.items()
-        if result is not None and results[COMPARED.get(mode, mode)] is not None
-    }
+    served = {mode: result for mode, result in results.items() if result is not None}
     arguments.out.write_text(json.dumps(served))
     compared = child("compare", arguments.out, scratch, checkpoint)
     arguments.out.write_text(json.dumps({"served": served, "compared": compared}))

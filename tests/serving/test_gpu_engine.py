@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ def found(mean: float, median: float = 0.0, **tokens: Any) -> dict[str, Any]:
         ("graph", found(0.05, 0.02), ""),
         ("graph", found(0.07), "mean error"),
         ("graph", found(0.01, 0.03), "median error"),
+        ("graph", found(math.nan), "mean error"),
+        ("graph", found(0.01, math.nan), "median error"),
         ("float32", found(2e-6), ""),
         ("float32", found(2e-5), "mean error"),
     ],

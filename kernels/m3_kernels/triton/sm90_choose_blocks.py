@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -9,7 +12,7 @@ from m3_kernels.prefix_plan import PrefixPlan
 from m3_kernels.reference.select_blocks import check_selection
 from m3_kernels.rows import Rows
 from m3_kernels.triton.sm90_common import aligned, check_workspace
-from m3_kernels.triton.sm90_score_blocks import launch_scores
+from m3_kernels.triton.sm90_score_blocks import launch_scores, padded_spans, pick_launch
 from m3_kernels.triton.sm90_select_blocks import launch_selection
 
 WORKSPACE_LIMIT = 64 << 20
@@ -105,6 +108,19 @@ def choose_blocks(
             early=launch.early,
         )
     return out
+
+
+def compiled_variant(
+    row_count: int, request_count: int, heads: int, table_blocks: int, workspace_bytes: int
+) -> Hashable:
+    """What the score kernel of such a step is compiled for: steps with equal answers share a kernel."""
+    launch = pick_launch(row_count, request_count, heads, table_blocks)
+    rows_per_pass = workspace_bytes // SCORE_BYTES // (heads * _padded(table_blocks))
+    return (
+        replace(launch, span_cost=0, programs_per_multiprocessor=0),
+        padded_spans(request_count),
+        row_count > rows_per_pass,
+    )
 
 
 def _padded(table_blocks: int) -> int:

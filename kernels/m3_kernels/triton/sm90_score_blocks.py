@@ -113,7 +113,7 @@ def launch_scores(
         COLUMNS=launch.columns,
         KEYS=launch.keys,
         BLOCKS_PER_STORE=launch.blocks_per_store,
-        SPANS=max(16, triton.next_power_of_2(spans)),
+        SPANS=padded_spans(page_table.shape[0]),
         STAGES=launch.stages,
         BY_PLACE=by_place,
         SKIP_TOPK=skip_topk,
@@ -125,6 +125,18 @@ def launch_scores(
         **early_launch(launch.early),
     )
     return launch
+
+
+SMALL_TILE_COLUMNS = 64
+"""(row, index head) pairs per tile, as long as there are no more than so many for each request."""
+
+COLUMN_CLASSES = (8, 64, 256, 1024)
+"""Numbers of pairs up to which `pick_launch` launches otherwise than above them."""
+
+
+def padded_spans(request_count: int) -> int:
+    """Spans of a plan for so many requests, used or not, and padding: what the kernel is compiled for."""
+    return max(16, triton.next_power_of_2(2 * request_count - 1))
 
 
 @dataclass(frozen=True)
@@ -168,7 +180,7 @@ def pick_launch(row_count: int, request_count: int, heads: int, table_blocks: in
     that walk one tail after the other would come last.
     """
     columns = row_count * heads
-    if columns > 64 * request_count:
+    if columns > SMALL_TILE_COLUMNS * request_count:
         return ScoreLaunch(256, 1, warps=16, stages=3, registers=128, span_cost=3, blocks_per_store=8)
     if columns > 1024:
         return ScoreLaunch(64, 2, warps=4, stages=3, registers=255, span_cost=2)
