@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from sglang.srt.arg_groups.model_override_base import model_config_of
 from sglang.srt.entrypoints.openai.protocol import DEFAULT_MODEL_NAME
 from sglang.srt.managers.embed_types import PositionalEmbeds
@@ -67,15 +68,43 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
         )
 
 
+def check_embeddings(embeddings: Sequence[Sequence[float]], hidden_size: int, dtype: torch.dtype) -> None:
+    """Check that embeddings can stand in the place of a prompt's.
+
+    Raises:
+        ValueError: not `[tokens, hidden_size]` numbers, or one that `dtype` does not hold: infinities and NaN
+            would spread to requests that attend beside this one. Names the place.
+    """
+    try:
+        numbers = np.asarray(embeddings)
+    except (ValueError, OverflowError):
+        numbers = np.empty(0, dtype=object)
+    if numbers.dtype.kind not in "iuf" or numbers.ndim != 2 or numbers.shape[1] != hidden_size:
+        raise ValueError(
+            f"input_embeds must be a list of {hidden_size} numbers for each token of the prompt."
+        )
+    outside = np.argwhere(~(np.abs(numbers) <= torch.finfo(dtype).max))
+    if outside.size:
+        token, place = outside[0].tolist()
+        raise ValueError(
+            f"input_embeds has {numbers[token, place]} at place {place} of token {token}; this model takes "
+            f"finite numbers of {str(dtype).removeprefix('torch.')}."
+        )
+
+
 def around_validate_one_request(
     original: Callable[..., None], manager: TokenizerManager, obj: Any, input_ids: Sequence[int] | None
 ) -> None:
-    """Around SGLang's checks of a tokenised request: for M3, token ids exist and a prompt has one at least.
+    """Around SGLang's checks of a tokenised request: for M3, token ids exist and a prompt has one at least;
+    embeddings in their place are as wide as the model's.
 
     Raises:
         ValueError: SGLang answers with status 400 and the message.
     """
     if serves(manager.model_config):
+        if getattr(obj, "input_embeds", None) is not None:
+            config = manager.model_config
+            check_embeddings(obj.input_embeds, config.hidden_size, config.dtype)
         _check(obj, input_ids, manager.model_config.vocab_size)
     original(manager, obj, input_ids)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
@@ -15,11 +17,16 @@ from sglang_m3 import admission
 
 M3, OTHER = "MiniMaxM3SparseForConditionalGeneration", "LlamaForCausalLM"
 VOCAB = 1000
+WIDTH = 3
 
 
 def manager(architecture: str, quantization: str | None = None, **fields: Any) -> SimpleNamespace:
     config = SimpleNamespace(
-        hf_config=SimpleNamespace(architectures=[architecture]), vocab_size=VOCAB, quantization=quantization
+        hf_config=SimpleNamespace(architectures=[architecture]),
+        vocab_size=VOCAB,
+        quantization=quantization,
+        hidden_size=WIDTH,
+        dtype=torch.bfloat16,
     )
     return SimpleNamespace(model_config=config, **fields)
 
@@ -43,6 +50,35 @@ def validated(input_ids: Any, architecture: str = M3, quantization: str | None =
         input_ids,
     )
     return len(calls)
+
+
+@pytest.mark.parametrize("numbers", [[[0.5, -1e38, 2]], [[0.0] * WIDTH] * 300])
+def test_embeddings_as_wide_as_the_model_go_on_to_sglang(numbers: Any) -> None:
+    assert validated(None, input_embeds=numbers) == 1
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ([[0.5] * (WIDTH - 1)], f"list of {WIDTH} numbers for each token"),
+        ([[0.5] * WIDTH, [0.5] * (WIDTH + 1)], f"list of {WIDTH} numbers"),
+        ([0.5] * WIDTH, f"list of {WIDTH} numbers"),
+        ([[[0.5] * WIDTH]], f"list of {WIDTH} numbers"),
+        ([], f"list of {WIDTH} numbers"),
+        ([[]], f"list of {WIDTH} numbers"),
+        ([["0.5"] * WIDTH], f"list of {WIDTH} numbers"),
+        ([[None] * WIDTH], f"list of {WIDTH} numbers"),
+        ([[True] * WIDTH], f"list of {WIDTH} numbers"),
+        ([[0.5] * WIDTH, [0.5, float("nan"), 1]], "nan at place 1 of token 1"),
+        ([[0.5, 1, -float("inf")]], "-inf at place 2 of token 0"),
+        ([[1e39, 1, 1]], "1e+39 at place 0 of token 0; this model takes finite numbers of bfloat16"),
+        ([[2**70, 1, 1]], f"list of {WIDTH} numbers"),
+    ],
+)
+def test_embeddings_that_would_end_the_server_or_spread_are_refused(numbers: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        validated(None, input_embeds=numbers)
+    assert validated(None, OTHER, input_embeds=numbers) == 1
 
 
 @pytest.mark.parametrize("ids", [[0], [VOCAB - 1], [3, 1, 2] * 100])
@@ -82,7 +118,7 @@ def test_what_is_right_elsewhere_goes_on() -> None:
 
 
 def test_embeddings_and_a_continued_session_need_no_ids() -> None:
-    assert validated(None, input_embeds=[[0.5]]) == 1
+    assert validated(None, input_embeds=[[0.5] * WIDTH]) == 1
     assert validated([], session_params={"id": "x", "rid": "y", "offset": 3}) == 1
 
 

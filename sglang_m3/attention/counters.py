@@ -13,7 +13,8 @@ class SelectionTotals:
     """Since the server started, one sparse layer's worth (every sparse layer does the same work).
 
     Attributes:
-        pages_scored: index pages loaded and scored.
+        pages_scored: index pages of the plans' spans. Of these a row that sees no more blocks than it chooses
+            needs none, and a span of many rows loads some more than once.
         pages_saved: index pages that would have been loaded besides, had every request loaded its own.
         rows: query tokens that chose blocks.
     """

@@ -12,7 +12,10 @@ _DECODE_PREFIX = "Decode batch"
 _REPORTER_LOGGER = "sglang.srt.managers.scheduler_components.metrics_reporter"
 
 METRICS = {
-    "pages_scored": ("sglang:m3_index_pages_scored", "Index pages scored, per sparse layer."),
+    "pages_scored": (
+        "sglang:m3_index_pages_scored",
+        "Index pages to score, each once for the requests that share it, per sparse layer.",
+    ),
     "pages_saved": (
         "sglang:m3_index_pages_saved",
         "Index page loads that sharing a prefix saved, per sparse layer.",

@@ -91,7 +91,7 @@ def brute_selection(scores: Tensor, rows: Rows, topk: int, init_blocks: int, loc
 def brute_attention(
     q: Tensor, k: Tensor, v: Tensor, step: Step, chosen: Tensor | None, scale: float
 ) -> Tensor:
-    """`[T, Hq, D]` float64 attention, one row and head at a time; zeros for padded rows."""
+    """`[T, Hq, D]` float64 attention, one row and head at a time; zeros for padding and without blocks."""
     row_count, q_heads, _ = q.shape
     group = q_heads // k.shape[2]
     out = torch.zeros(q.shape, dtype=torch.float64)
@@ -104,6 +104,8 @@ def brute_attention(
             blocks = range(position // BLOCK_TOKENS + 1)
             if chosen is not None:
                 blocks = [b for b in chosen[kv_head, row].tolist() if b >= 0]
+            if not blocks:
+                continue
             keys, values = [], []
             for block in blocks:
                 tokens = min(BLOCK_TOKENS, position - block * BLOCK_TOKENS + 1)

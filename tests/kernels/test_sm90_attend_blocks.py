@@ -214,6 +214,28 @@ def test_e4m3_pages_widened_for_a_chunk_are_the_same_numbers(
     assert torch.equal(got, same), f"rows {(got != same).flatten(1).any(1).nonzero().flatten().tolist()}"
 
 
+def test_e4m3_rows_of_a_pass_that_is_all_padding_give_zeros_when_few_pages_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = torch.Generator().manual_seed(10)
+    monkeypatch.setattr(sm90, "UNION_FROM_ROWS", 1)
+    monkeypatch.setattr(sm90, "WIDEN_FROM_ROWS", 1)
+    monkeypatch.setattr(sm90, "LAYOUT_CHUNK", 8)
+    heads, dim = (8, 1), 128 if REAL else 32
+    tile_rows = sm90.tiling(24, *heads, dim, 4).tile_rows
+    step = extend_step(24, generator)
+    padding = torch.full((3 * tile_rows,), -1, dtype=torch.int32)
+    request = torch.cat([step.rows.request, padding])
+    position = torch.cat([step.rows.position, torch.full_like(padding, UNREAD)])
+    step = dataclasses.replace(step, rows=Rows(request, position))
+    q, k, v = inputs(step, heads, dim, torch.float8_e4m3fn, generator)
+    scores = torch.randn(1, len(request), step.page_table.shape[1], generator=generator)
+    chosen = brute_selection(scores, step.rows, 4, 0, 1)
+    force(monkeypatch, splits=1, pass_rows=tile_rows, longest_union=1 << 30)
+    got = attend(q, k, v, step, chosen, 0.2)
+    check(got, brute_attention(q, k.float(), v.float(), step, chosen, 0.2))
+
+
 @pytest.mark.parametrize(
     ("walk", "splits"),
     # 8 and 32: more programs than a row has chosen blocks; 32: merged in chunks.
@@ -236,13 +258,22 @@ def test_splits_change_nothing_but_rounding(splits: int, walk: str, monkeypatch:
     check(got, brute_attention(q, k.float(), v.float(), step, chosen, 0.2))
 
 
-def test_chosen_blocks_may_come_in_any_order() -> None:
+@pytest.mark.parametrize("walk", ["row", *LONGEST_UNIONS])
+def test_chosen_blocks_may_come_in_any_order_with_gaps_or_not_at_all(
+    walk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(7)
     table = torch.randperm(9, generator=generator).int()[None]
-    rows = Rows(torch.zeros(3, dtype=torch.int32), torch.tensor([1151, 600, 127], dtype=torch.int32))
+    rows = Rows(torch.zeros(4, dtype=torch.int32), torch.tensor([1151, 600, 127, 900], dtype=torch.int32))
     step = Step(table, rows, 9)
     q, k, v = inputs(step, (8, 1), 32, torch.bfloat16, generator)
-    chosen = torch.tensor([[[8, -1, 0, 5], [4, 1, -1, 0], [-1, -1, 0, -1]]], dtype=torch.int32)
+    lists = [[8, -1, 0, 5], [4, 1, -1, 0], [-1, -1, 0, -1], [-1, -1, -1, -1]]
+    chosen = torch.tensor([lists], dtype=torch.int32)
+    if walk in LONGEST_UNIONS:
+        monkeypatch.setattr(sm90, "UNION_FROM_ROWS", 1)
+        monkeypatch.setattr(sm90, "LAYOUT_CHUNK", 8)
+        tile_rows = sm90.tiling(4, 8, 1, 32, 4).tile_rows
+        force(monkeypatch, splits=1, pass_rows=tile_rows, longest_union=LONGEST_UNIONS[walk])
     check(attend(q, k, v, step, chosen, 0.3), brute_attention(q, k.float(), v.float(), step, chosen, 0.3))
 
 

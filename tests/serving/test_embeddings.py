@@ -62,6 +62,25 @@ def test_embeddings_that_no_token_has_give_what_the_oracle_says(
         assert float(logprobs.max() - logprobs[token]) < LOGPROB_TOLERANCE, f"token {number} is {token}"
 
 
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda rows: [row[:-1] for row in rows], "numbers for each token"),
+        (lambda rows: [rows[0], rows[1][:-1]], "numbers for each token"),
+        (lambda rows: [rows[0], [*rows[1][:-1], 1e300]], "1e+300 at place"),
+    ],
+    ids=["narrow", "ragged", "huge"],
+)
+def test_embeddings_that_the_model_cannot_take_are_refused_and_the_next_request_is_served(
+    uncached: Server, model: oracle.Model, spoil: Callable[[list[list[float]]], object], words: str
+) -> None:
+    rows = model.get_input_embeddings().weight.detach()[5:7]
+    body = {"input_embeds": spoil(rows.tolist()), "sampling_params": {"max_new_tokens": 1}}
+    answer = requests.post(f"{uncached.url}/generate", json=body, timeout=120)
+    assert answer.status_code == 400 and words in answer.text, answer.text[:500]
+    assert complete(uncached, rows, new_tokens=1)
+
+
 @pytest.fixture(scope="module")
 def bfloat16(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ("--chunked-prefill-size", "384", "--disable-radix-cache", "--dtype", "bfloat16")

@@ -27,7 +27,8 @@ def choose_blocks(
     """`select_blocks(score_blocks(...))`, the operator that the attention backend calls.
 
     Shapes and rules are those of the two operators; the result equals theirs bit for bit. `workspace` is
-    scratch memory for the kernels, which never hold `[H, T, B]` at once; this reference does and ignores it.
+    scratch memory for the kernels, which hold at most 64 MiB of `[H, T, B]` at once; this reference holds all
+    of it elsewhere.
     """
     heads, row_count = index_q.shape[1], index_q.shape[0]
     scores = torch.empty((heads, row_count, page_table.shape[1]), dtype=torch.float32, device=index_q.device)

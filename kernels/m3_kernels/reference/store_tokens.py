@@ -20,7 +20,8 @@ def store_tokens(
     Args:
         k, v: `[T, Hkv, D]`.
         index_k: `[T, 1, D]`.
-        slots: `[T]` int64, page * 128 + offset; -1 marks a padded token, which is not stored. No slot twice.
+        slots: `[T]` int64, page * 128 + offset; -1 marks a padded token, which is not stored. No slot twice,
+            but for slots that nobody reads, such as SGLang's padding slot 0.
         k_pages, v_pages: `[P, 128, Hkv, D]`, written in place.
         index_pages: `[P, 128, 1, D]`, written in place.
 

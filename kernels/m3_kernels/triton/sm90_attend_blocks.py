@@ -277,7 +277,8 @@ def attend_blocks(
         k, v: `[P, 128, Hkv, D]` pages, bfloat16 or float8_e4m3fn, each token contiguous, both strided alike,
             token strides multiples of 16 bytes; P * 128 below 2^31.
         page_table: `[R, B]` int32, last dimension contiguous.
-        rows: the query tokens; padded rows give zeros.
+        rows: the query tokens; padded rows give zeros. A NaN or infinity in a token that one row attends to
+            may reach others of its tile, of whatever request; in tokens that no row sees anything may be.
         chosen: `[Hkv, T, topk]` int32, last dimension contiguous, or None for every visible block.
         scale: factor on the dot products, positive.
         workspace: `attend_blocks_workspace_bytes` bytes; contents before and after do not matter.
@@ -297,7 +298,10 @@ def attend_blocks(
     assert q_heads % kv_heads == 0 and pages * BLOCK_TOKENS < 1 << 31 and scale > 0
     assert q.stride()[1:] == (head_dim, 1) and out.stride()[1:] == (head_dim, 1) and out.shape == q.shape
     assert k.stride()[2:] == (head_dim, 1) and k.stride(0) == BLOCK_TOKENS * k.stride(1)
-    assert page_table.stride(1) == 1 and (chosen is None or chosen.stride(2) == 1)
+    assert page_table.stride(1) == 1 and page_table.dtype == torch.int32 and len(rows) == row_count
+    assert chosen is None or (
+        chosen.shape[:2] == (kv_heads, row_count) and chosen.stride(2) == 1 and chosen.dtype == torch.int32
+    )
     if row_count == 0:
         return out
     cut = tiling(row_count, q_heads, kv_heads, head_dim, topk)

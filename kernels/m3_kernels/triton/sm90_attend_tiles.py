@@ -92,8 +92,8 @@ def plan_unions(
     `union_sizes[tile, head]` holds how many blocks every chooser sees whole, and how many there are; -1 if
     there are more than `LONGEST_UNION`: such a tile is left to the page-major kernels, whose `counter_total`
     counters are set to zero here. With `page_slots` the slots of the pages are written instead of the
-    pages, and when there are more `used_pages` than `slots`, every tile is left. Every entry is compared with
-    those of `COMPARED_ROWS` rows at a time.
+    pages, and when there are more `used_pages` than `slots`, every tile is left; never one without blocks,
+    which nobody would write for then. Every entry is compared with those of `COMPARED_ROWS` rows at a time.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -134,7 +134,7 @@ def plan_unions(
     left = total > LONGEST_UNION
     if page_slots is not None:
         page = tl.load(page_slots + page, mask=first, other=0)
-        left = left | (tl.load(used_pages) > slots)
+        left = left | ((tl.load(used_pages) > slots) & (total > 0))
     if left:
         whole_count = -1
         total = -1

@@ -68,6 +68,8 @@ def choose_blocks(
     """
     check_selection(topk, init_blocks, local_blocks)
     heads, row_count = index_q.shape[1], len(rows)
+    assert index_q.shape[0] == row_count and out.shape == (heads, row_count, topk)
+    assert page_table.dtype == out.dtype == torch.int32
     table_blocks = page_table.shape[1]
     head_stride = _padded(table_blocks)
     row_stride = heads * head_stride

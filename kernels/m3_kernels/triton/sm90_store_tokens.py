@@ -28,7 +28,8 @@ def store_tokens(
     Args:
         k, v: `[T, Hkv, D]`, heads and elements contiguous.
         index_k: `[T, 1, D]`, likewise.
-        slots: `[T]` int64, page * 128 + offset; -1 marks a padded token, which is not stored. No slot twice.
+        slots: `[T]` int64, page * 128 + offset; -1 marks a padded token, which is not stored. No slot twice,
+            but for slots that nobody reads, such as SGLang's padding slot 0.
         k_pages, v_pages: `[P, 128, Hkv, D]` contiguous, written in place.
         index_pages: `[P, 128, 1, D]` contiguous, written in place; its dtype may differ from the others'.
 
@@ -36,7 +37,8 @@ def store_tokens(
     launch, no allocation, no host synchronisation, capturable in a CUDA graph.
     """
     token_count, kv_heads, head_dim = k.shape
-    assert slots.dtype == torch.int64 and v.shape == k.shape and index_k.shape == (token_count, 1, head_dim)
+    assert slots.dtype == torch.int64 and slots.shape == (token_count,) and slots.is_contiguous()
+    assert v.shape == k.shape and index_k.shape == (token_count, 1, head_dim)
     for source, pages in ((k, k_pages), (v, v_pages), (index_k, index_pages)):
         assert source.stride(2) == 1 and (source.shape[1] == 1 or source.stride(1) == head_dim)
         assert pages.is_contiguous() and pages.shape[1:] == (BLOCK_TOKENS, *source.shape[1:])
