@@ -77,7 +77,7 @@ def check_embeddings(embeddings: Sequence[Sequence[float]], hidden_size: int, dt
     """
     try:
         numbers = np.asarray(embeddings)
-    except (ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError):
         numbers = np.empty(0, dtype=object)
     if numbers.dtype.kind not in "iuf" or numbers.ndim != 2 or numbers.shape[1] != hidden_size:
         raise ValueError(

@@ -73,6 +73,7 @@ def test_embeddings_as_wide_as_the_model_go_on_to_sglang(numbers: Any) -> None:
         ([[0.5, 1, -float("inf")]], "-inf at place 2 of token 0"),
         ([[1e39, 1, 1]], "1e+39 at place 0 of token 0; this model takes finite numbers of bfloat16"),
         ([[2**70, 1, 1]], f"list of {WIDTH} numbers"),
+        (torch.zeros(2, WIDTH, dtype=torch.bfloat16), f"list of {WIDTH} numbers"),
     ],
 )
 def test_embeddings_that_would_end_the_server_or_spread_are_refused(numbers: Any, message: str) -> None:
