@@ -101,11 +101,11 @@ def around_validate_one_request(
     Raises:
         ValueError: SGLang answers with status 400 and the message.
     """
-    if serves(manager.model_config):
+    config = manager.model_config
+    if serves(config):
         if getattr(obj, "input_embeds", None) is not None:
-            config = manager.model_config
             check_embeddings(obj.input_embeds, config.hidden_size, config.dtype)
-        _check(obj, input_ids, manager.model_config.vocab_size)
+        _check(obj, input_ids, config.vocab_size)
     original(manager, obj, input_ids)
 
 

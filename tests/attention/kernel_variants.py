@@ -65,8 +65,8 @@ def record(launched: set[Hashable]) -> None:
         for parameter in kernel.params:
             if parameter.name in bound:
                 value = bound.pop(parameter.name)
-                known = parameter.is_constexpr
-                key.append(repr(value) if known else variant_of(value, not parameter.do_not_specialize))
+                constant = parameter.is_constexpr
+                key.append(repr(value) if constant else variant_of(value, not parameter.do_not_specialize))
         launched.add((*key, *sorted((name, repr(value)) for name, value in bound.items())))
 
     JITFunction.run = run
